@@ -1,0 +1,42 @@
+# Targets set up the environment first; a second time costs nothing.
+#
+#   NB=03              only notebook 03 (run, test, outputs)
+#   PYTHON=python3.12  which Python makes .venv
+#   TORCH_INDEX=URL    where PyTorch's wheels come from; everything else comes from pip's usual index
+#   VENV=FOLDER        use this environment, also one that has PyTorch already
+
+VENV ?= .venv
+export VENV PYTHON TORCH_INDEX
+python = $(VENV)/bin/python
+
+.PHONY: help setup lab run test outputs reset soak bench
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
+
+setup: ## make .venv and install what pyproject.toml lists
+	@sh tools/setup.sh
+
+lab: setup ## open the notebooks in JupyterLab
+	$(python) -m jupyterlab notebooks
+
+run: setup ## run every notebook; results in build/index.html
+	@$(python) tools/series.py run $(NB)
+
+# Everywhere on the CPU, so that all machines test the same thing.
+test: export CUDA_VISIBLE_DEVICES =
+test: setup ## lint, unit tests, script tests and notebooks, compared with their committed outputs
+	$(python) -m ruff check
+	$(python) -m pytest $(if $(NB),-k $(NB)_)
+
+outputs: setup ## run every notebook in place, to commit its outputs (on the real MNIST)
+	@$(python) tools/series.py outputs $(NB)
+
+reset: ## bring back scripts/ and notebooks/ as committed; your edits go to build/
+	@$(or $(wildcard $(python)),python3) tools/reset.py
+
+soak: setup ## launch a two-process script 50 times in a row
+	$(python) -m pytest tests/test_soak.py --launches 50
+
+bench: setup ## measure the figures in README.md
+	$(python) benchmarks/speed.py
