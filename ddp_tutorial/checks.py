@@ -1,0 +1,318 @@
+"""Automatic checks of the exercises: ``check("build/exercises/02_shards.py")`` says what it got and what it wanted.
+
+The reader's file runs in a process of its own, so that an endless loop ends and a crash leaves the notebook alone.
+"""
+
+import copy
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+
+from ddp_tutorial.paths import project_root
+
+SECONDS = 20
+
+
+def check(path):
+    """Print ``passed: N cases`` or ``not yet:`` and the first case that fails; never raises for what a reader wrote.
+
+    path: the exercise's file, relative to the series' folder. Its name says which exercise it is. What the reader's
+    code prints comes first (the first 2,000 characters).
+    """
+    path = project_root() / path
+    if path.stem not in EXERCISES:
+        print(f"not yet: there is no exercise {path.stem}; there are {', '.join(sorted(EXERCISES))}")
+    elif not path.is_file():
+        print(f"not yet: there is no file {path.name} so far; run the cell that writes it (it begins with %%part)")
+    else:
+        child = subprocess.run(
+            [sys.executable, "-m", "ddp_tutorial.checks", path],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:replace"},
+            encoding="utf-8",
+        )
+        if child.returncode == -signal.SIGALRM:
+            print(f"not yet: no answer within {SECONDS} s; is there a loop that never ends?")
+        elif child.returncode or not child.stdout:
+            print(f"not yet: {path.name} ended its process (exit status {child.returncode}) before the last case")
+        else:
+            print(child.stdout, end="")
+
+
+def main(path):
+    """The child process: run the reader's file and the cases, print the verdict as the last line."""
+    name, cases, needs_torch = EXERCISES[path.stem]
+    if needs_torch:
+        import torch  # noqa: F401  (before the clock starts: a slow import is not the reader's fault)
+    signal.alarm(SECONDS)
+    prints = _FirstCharacters()
+    with redirect_stdout(prints):
+        verdict = _judge(path, name, cases)
+    signal.alarm(0)
+    said = prints.getvalue()
+    print(said + "\n" * bool(said and not said.endswith("\n")) + verdict, flush=True)
+    os._exit(0)  # whatever threads the reader's code may have left
+
+
+class _FirstCharacters(io.StringIO):
+    """Keeps about 2,000 characters, however much is printed."""
+
+    def write(self, text):
+        return super().write(text[:2000]) if self.tell() < 2000 else len(text)
+
+
+def _judge(path, name, cases):
+    namespace = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    except SyntaxError as error:
+        return f"not yet: {path.name} line {error.lineno}: {error.msg}"
+    except BaseException as error:
+        return f"not yet: {path.name} {_described(error, path)}"
+    function = namespace.get(name)
+    if not callable(function):
+        return f"not yet: {path.name} defines no function {name}"
+    number = 0
+    for number, (call, run, wanted) in enumerate(cases(function), 1):  # noqa: B007 (counts the cases)
+        try:
+            got = run()
+            if not same(got, wanted):
+                return f"not yet: {call} gave {shown(got)}, wanted {shown(wanted)}"
+        except BaseException as error:
+            return f"not yet: {call} {_described(error, path)}"
+    return f"passed: {number} cases"
+
+
+def _described(error, path):
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    message = " ".join(str(error).split())[:300]
+    return f"raised {type(error).__name__}: {message}" + (f" (line {lines[-1]})" if lines else "")
+
+
+def same(got, wanted):
+    """Equal values of the wanted kind. Lists, tuples and ranges count as one kind; floats may be off by rounding."""
+    if isinstance(wanted, (list, tuple, range)):
+        alike = isinstance(got, (list, tuple, range)) and len(got) == len(wanted)
+        return alike and all(map(same, got, wanted))
+    if isinstance(wanted, float):
+        number = isinstance(got, (int, float)) and not isinstance(got, bool)
+        return number and math.isclose(got, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    if isinstance(wanted, (bool, int, str)):
+        return type(got) is type(wanted) and got == wanted
+    import torch
+
+    alike = isinstance(got, torch.Tensor) and got.shape == wanted.shape
+    return alike and torch.allclose(got.double(), wanted.double(), rtol=1e-4, atol=1e-8)
+
+
+def shown(value):
+    """One short line for a value of the kinds that exercises take and give."""
+    if isinstance(value, str):
+        return value  # what a case observed, in words
+    if isinstance(value, float):
+        return f"{value:.1f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(shown, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if type(value).__name__ == "Tensor":
+        return f"tensor({shown(value.tolist())})"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else text[:200] + " …"
+
+
+def table(*cases):
+    """Cases from pairs (arguments, wanted): the reader's function is called with a copy of the arguments."""
+
+    def run(function):
+        for arguments, wanted in cases:
+            call = f"{function.__name__}({', '.join(map(shown, arguments))})"
+            yield call, partial(function, *copy.deepcopy(arguments)), wanted
+
+    return run
+
+
+def accuracy_cases(function):
+    import torch
+
+    labels = torch.tensor([7, 2, 1, 0, 4, 1, 4, 9])
+    for right in (8, 6, 0):
+        said = torch.where(torch.arange(8) < right, labels, (labels + 1) % 10)
+        logits = torch.nn.functional.one_hot(said, 10).float() * 3 - 1
+        yield f"accuracy of 8 images, {right} of them right,", partial(function, logits, labels), right / 8
+    one = torch.zeros(1, 10)
+    yield "accuracy of 1 image, wrong,", partial(function, one, torch.tensor([9])), 0.0
+    empty = (torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64))
+    yield "accuracy of an empty batch", partial(function, *empty), 0.0
+
+
+def average_cases(function):
+    import torch
+
+    two = [[torch.tensor([1.0, 2.0]), torch.tensor([[4.0]])], [torch.tensor([3.0, 6.0]), torch.tensor([[-4.0]])]]
+    three = [[torch.tensor([3.0])], [torch.tensor([0.0])], [torch.tensor([-9.0])]]
+    yield from table(
+        ((two,), [torch.tensor([2.0, 4.0]), torch.tensor([[0.0]])]),
+        ((three,), [torch.tensor([-2.0])]),
+        ((two[:1],), two[0]),
+    )(function)
+
+    def afterwards():
+        function(before := copy.deepcopy(two))
+        return before
+
+    yield "reading the input again after the call", afterwards, two
+
+
+def atomic_save_cases(function):
+    import torch
+
+    class Unsaveable:
+        def __reduce__(self):
+            raise OSError("no space left on device")
+
+    renames = []
+
+    def watch(event, arguments):
+        if event == "os.rename":
+            source, target = (Path(os.fsdecode(name)).absolute() for name in arguments[:2])
+            renames.append((source.parent == target.parent, target.exists()))
+
+    sys.addaudithook(watch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "snapshot.pt")
+
+        def save(state):
+            function(state, path)
+            return torch.load(path, weights_only=True)["epoch"] if path.exists() else "no file"
+
+        def files():
+            return ", ".join(sorted(file.name for file in Path(folder).iterdir()))
+
+        def old_reader():
+            with path.open("rb") as old:
+                function({"epoch": 2, "weights": torch.ones(1000)}, path)
+                return torch.load(old, weights_only=True)["epoch"]
+
+        def fail():
+            try:
+                function({"epoch": 3, "broken": Unsaveable()}, path)
+            except OSError:
+                pass
+            if not path.exists():
+                return "no file"
+            try:
+                return f"epoch {torch.load(path, weights_only=True)['epoch']}"
+            except Exception:
+                return "a broken file"
+
+        def fail_anew():
+            path.unlink()
+            return fail()
+
+        yield "loading what was saved", partial(save, {"epoch": 0}), 0
+        yield "loading what was saved over an older file", partial(save, {"epoch": 1}), 1
+        yield "listing the folder after two saves", files, "snapshot.pt"
+        yield "a save over epoch 1 that fails half-way", fail, "epoch 1"
+        yield "reading on in the old file, opened before a save,", old_reader, 1
+        rename = "a rename within the folder, over the old file"
+        yield "the last step of a save", lambda: rename if renames[-1:] == [(True, True)] else "another way", rename
+        yield "a first save that fails half-way", fail_anew, "no file"
+
+
+def loss_scale_cases(function):
+    import torch
+
+    half = torch.finfo(torch.float16).max
+    yield from table(
+        (([torch.tensor([1.0])],), 32768.0),
+        (([torch.tensor([0.25, 0.5]), torch.tensor([0.125])],), 65536.0),
+        (([torch.tensor([1e-3]), torch.tensor([[2e-3, -5e-3]])],), 2.0**23),
+        (([torch.tensor([0.0, half / 2**16])],), 65536.0),
+        (([torch.tensor([100000.0])],), 0.5),
+    )(function)
+
+
+def clip_cases(function):
+    import torch
+
+    scaled = [torch.tensor([3.0, 0.0]) * 1024, torch.tensor([[4.0]]) * 1024]
+    yield from table(
+        ((scaled, 1024.0, 1.0), [torch.tensor([0.6, 0.0]), torch.tensor([[0.8]])]),
+        ((scaled, 1024.0, 2.5), [torch.tensor([1.5, 0.0]), torch.tensor([[2.0]])]),
+        ((scaled, 1024.0, 100.0), [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]),
+        (([torch.tensor([-0.5]), torch.tensor([0.0])], 1.0, 0.25), [torch.tensor([-0.25]), torch.tensor([0.0])]),
+    )(function)
+
+
+# File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).
+EXERCISES = {
+    "00_ranks": (
+        "rank_of",
+        table(((0, 0, 4), 0), ((0, 3, 4), 3), ((1, 0, 4), 4), ((1, 2, 4), 6), ((2, 1, 8), 17), ((5, 0, 1), 5)),
+        False,
+    ),
+    "00_workers": (
+        "workers",
+        table(
+            ((1, 2), [(0, 0, 0), (0, 1, 1)]),
+            ((2, 2), [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]),
+            ((3, 1), [(0, 0, 0), (1, 0, 1), (2, 0, 2)]),
+            ((2, 3), [(0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 0, 3), (1, 1, 4), (1, 2, 5)]),
+        ),
+        False,
+    ),
+    "01_accuracy": ("accuracy", accuracy_cases, True),
+    "01_steps": (
+        "steps_per_epoch",
+        table(
+            ((60000, 100), 600),
+            ((60000, 64), 938),
+            ((60000, 64, True), 937),
+            ((10, 16), 1),
+            ((10, 16, True), 0),
+            ((0, 100), 0),
+        ),
+        False,
+    ),
+    "02_shards": (
+        "shard_indices",
+        table(
+            ((10, 3, 1), [1, 4, 7]),
+            ((10, 3, 0), [0, 3, 6, 9]),
+            ((10, 3, 2), [2, 5, 8]),
+            ((8, 2, 1), [1, 3, 5, 7]),
+            ((3, 1, 0), [0, 1, 2]),
+            ((2, 4, 3), []),
+        ),
+        False,
+    ),
+    "02_average": ("average_gradients", average_cases, True),
+    "03_resume": (
+        "epochs_left",
+        table(
+            ((None, 3), range(0, 3)),
+            ((0, 3), range(1, 3)),
+            ((1, 3), range(2, 3)),
+            ((2, 3), range(3, 3)),
+            ((6, 3), range(3, 3)),
+        ),
+        False,
+    ),
+    "03_atomic_save": ("save_atomically", atomic_save_cases, True),
+    "04_loss_scale": ("largest_safe_scale", loss_scale_cases, True),
+    "04_clip": ("clip_scaled", clip_cases, True),
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

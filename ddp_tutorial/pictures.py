@@ -1,0 +1,322 @@
+"""Pictures for the notebooks: one look for all, readable in greyscale and by colour-blind readers.
+
+Each function returns a Matplotlib Figure, which Jupyter shows when it is the last value of a cell.
+A report is what a script writes with ``--json``.
+"""
+
+import math
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.patches import Patch, Rectangle
+
+# The colours of Okabe and Ito, which colour-blind people can tell apart; hatches do the same in greyscale.
+RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+RANK_HATCHES = ("", "//", "..", "xx")
+# Runs are not ranks, so they have colours of their own, and line styles for greyscale.
+RUN_LINES = (("#000000", "-"), ("#D55E00", "--"), ("#56B4E9", "-."), ("#666666", ":"))
+WRONG = "#D55E00"
+QUIET = "#BBBBBB"
+
+STYLE = {
+    "figure.dpi": 90,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.8,
+}
+REPEATED = {"fill": False, "linewidth": 2, "zorder": 3}
+UNSEEN = {"fill": False, "linewidth": 0.5, "linestyle": ":"}
+LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+
+
+def _subplots(*shape, **options):
+    """``plt.subplots``, forgotten by pyplot at once: else Jupyter would show the figure a second time."""
+    figure, axes = plt.subplots(*shape, **options)
+    plt.close(figure)
+    return figure, axes
+
+
+def _rank_look(rank):
+    """Colour and hatch of a rank, for bars and boxes; from rank 4 on they come round again."""
+    kind = rank % len(RANK_COLOURS)
+    return {"facecolor": RANK_COLOURS[kind], "hatch": RANK_HATCHES[kind], "edgecolor": "white"}
+
+
+def _rank_legend(figure, ranks, *more):
+    handles = [Patch(label=f"rank {rank}", **_rank_look(rank)) for rank in range(ranks)]
+    figure.legend(handles=[*handles, *more], loc="outside lower left", ncols=ranks + len(more), handleheight=1.2)
+
+
+def _running_mean(values, reach):
+    """Mean of each value and its ``reach`` neighbours on either side (fewer at the ends)."""
+    parts = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _short(number):
+    return f"{number:,.0f}" if 1000 <= number < 1e6 else f"{number:.3g}"
+
+
+@plt.rc_context(STYLE)
+def loss_curves(runs, title=None):
+    """Loss against images seen, every step (pale) and its running mean (strong).
+
+    runs: dict from a label to the report of that run.
+    """
+    figure, axes = _subplots(figsize=(8, 3.4))
+    for (label, report), (colour, line) in zip(runs.items(), RUN_LINES * len(runs), strict=False):
+        losses = report["step_loss"]
+        seen = [step * report["global_batch_size"] for step in range(1, len(losses) + 1)]
+        smooth = _running_mean(losses, reach=len(losses) // 40)
+        axes.plot(seen, losses, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(seen, smooth, line, color=colour, linewidth=2, label=f"{label}: {smooth[-1]:.3f} at the end")
+    axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
+    axes.set_title(title or "The loss, as the model sees more and more images")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(title="running mean (pale: every step)", alignment="left")
+    return figure
+
+
+def _picture_grid(images, captions, title, columns):
+    """Square pictures with a caption above each. images: [n, 28, 28] of any range."""
+    rows = math.ceil(len(captions) / columns)
+    figure, axes = _subplots(rows, columns, figsize=(8, rows * (7 / columns + 0.25) + 0.4), squeeze=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    for place, cell in enumerate(axes.flat):
+        cell.axis("off")
+        if place < len(images):
+            cell.imshow(images[place].numpy(force=True), cmap="gray_r")
+            cell.set_title(captions[place], loc="center", fontsize=10)
+    return figure
+
+
+@plt.rc_context(STYLE)
+def samples(image_set, count=20, title=None):
+    """The first ``count`` images of an image set (``.images`` [n, 28, 28], ``.labels`` [n]) with their labels."""
+    images, labels = image_set.images[:count], image_set.labels[:count].tolist()
+    title = title or f"The first {len(labels)} of {len(image_set):,} images, each with its label"
+    return _picture_grid(images, labels, title, columns=10)
+
+
+@plt.rc_context(STYLE)
+def prediction_grid(images, labels, predictions, count=12, title=None):
+    """The first ``count`` images with what they are and what the model said, wrong answers in bold orange.
+
+    images: [n, 28, 28] or [n, 1, 28, 28]; labels, predictions: n numbers or tensors [n]. Always ``count`` places,
+    so that the figure has the same size however many images there are.
+    """
+    labels, predictions = torch.as_tensor(labels), torch.as_tensor(predictions)
+    pairs = list(zip(labels.tolist(), predictions.tolist(), strict=True))[:count]
+    captions = [f"true {true}, said {said}" for true, said in pairs]
+    wrong = int((labels != predictions).sum())
+    title = title or f"Of these {len(labels):,} digits the model read {wrong:,} wrongly"
+    shown = images[:count].reshape(-1, *images.shape[-2:])
+    figure = _picture_grid(shown, captions + [""] * (count - len(captions)), title, columns=6)
+    for cell, (true, said) in zip(figure.axes, pairs, strict=False):
+        if true != said:
+            cell.title.set(color=WRONG, fontweight="bold")
+    return figure
+
+
+@plt.rc_context(STYLE)
+def sampler_stripes(orders, title=None, most=48):
+    """Which rank got which sample: one row an epoch, one cell a sample, in the colour of the rank that drew it.
+
+    orders: ``orders[epoch][rank]`` is the list of sample numbers in the order drawn. Up to 24 samples have their
+    number written in; of more than ``most`` samples the first ``most`` are shown. A sample drawn more than once
+    (padding) is split between its ranks and framed; one that nobody drew stays empty.
+    """
+    ranks = max(len(epoch) for epoch in orders)
+    total = 1 + max(sample for epoch in orders for drawn in epoch for sample in drawn)
+    shown = min(total, most)
+    figure, axes = _subplots(figsize=(9, 0.62 * len(orders) + 1.5))
+    for row, epoch in enumerate(orders):
+        for sample in range(shown):
+            owners = [rank for rank, drawn in enumerate(epoch) for number in drawn if number == sample]
+            for part, rank in enumerate(owners):
+                height = 0.8 / len(owners)
+                corner = (sample, row - 0.4 + part * height)
+                axes.add_patch(Rectangle(corner, 1, height, linewidth=0.5, **_rank_look(rank)))
+            if len(owners) != 1:
+                axes.add_patch(Rectangle((sample, row - 0.4), 1, 0.8, **(REPEATED if owners else UNSEEN)))
+            if shown <= 24:
+                axes.text(sample + 0.5, row, sample, ha="center", va="center", fontsize=9, bbox=LABEL_BOX, zorder=4)
+    axes.set_xlim(-0.1, shown + 0.1)
+    axes.set_ylim(len(orders) - 0.5, -0.5)
+    axes.set_yticks(range(len(orders)), [f"epoch {row}" for row in range(len(orders))])
+    axes.set_xticks([])
+    if shown > 24:
+        axes.set_xticks([place + 0.5 for place in range(0, shown, 8)], range(0, shown, 8))
+    axes.set_xlabel("sample number" + (f" (the first {shown} of {total:,})" if shown < total else ""))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title or _stripes_title(orders))
+    times = [sum(shard.count(number) for shard in epoch) for epoch in orders for number in range(shown)]
+    extras = [Patch(label="drawn more than once", **REPEATED)] if max(times) > 1 else []
+    extras += [Patch(label="drawn by nobody", **UNSEEN)] if min(times) < 1 else []
+    _rank_legend(figure, ranks, *extras)
+    return figure
+
+
+def _stripes_title(orders):
+    if len(orders) == 1:
+        return "Which rank gets which sample"
+    if all(epoch == orders[0] for epoch in orders):
+        return "Every epoch deals the samples alike"
+    return "Each epoch deals the samples anew"
+
+
+@plt.rc_context(STYLE)
+def throughput_bars(runs, title=None):
+    """Images per second of each run, as bars, with the ratio to the first.
+
+    runs: dict from a label to the report of that run.
+    """
+    rates = [report["images_per_second"] for report in runs.values()]
+    figure, axes = _subplots(figsize=(8, 0.45 * len(runs) + 1.1))
+    colours = ["#666666"] + ["#56B4E9"] * (len(runs) - 1)
+    bars = axes.barh(range(len(runs)), rates, height=0.7, color=colours, edgecolor="white")
+    notes = [f"{rate:,.0f}  ({rate / rates[0]:.2f} ×)" for rate in rates]
+    axes.bar_label(bars, notes, padding=4)
+    axes.set_yticks(range(len(runs)), runs)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set(xlabel="images per second (longer is faster)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(title or f"Training speed, against “{next(iter(runs))}”")
+    return figure
+
+
+@plt.rc_context(STYLE)
+def per_rank_bars(rows, title=None, ylabel="value"):
+    """Bars grouped by label, one a rank; says under each label whether all ranks hold exactly the same value.
+
+    rows: dict from a label to the list of values, one a rank (floats).
+    """
+    ranks = max(len(values) for values in rows.values())
+    figure, axes = _subplots(figsize=(8, 3.2))
+    width = 0.8 / ranks
+    for rank in range(ranks):
+        places = [group - 0.4 + (rank + 0.5) * width for group in range(len(rows))]
+        bars = axes.bar(places, [values[rank] for values in rows.values()], width, **_rank_look(rank))
+        if ranks * len(rows) <= 12:
+            axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=9)
+    verdicts = ["same on every rank" if len(set(values)) == 1 else "ranks differ" for values in rows.values()]
+    names = [f"{label}\n({verdict})" for label, verdict in zip(rows, verdicts, strict=True)]
+    axes.set_xticks(range(len(rows)), names)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.margins(y=0.15)
+    axes.set(ylabel=ylabel)
+    axes.set_title(title or "What each rank holds")
+    _rank_legend(figure, ranks)
+    return figure
+
+
+def format_facts(dtype):
+    """Layout and limits of a floating-point dtype, from ``torch.finfo``.
+
+    Returns a dict: sign, exponent, mantissa (bits), max, smallest_normal, smallest_subnormal (None where the
+    format has none), eps.
+    """
+    info = torch.finfo(dtype)
+    mantissa = round(-math.log2(info.eps))
+    # The smallest subnormal has only the last bit of its mantissa set. Converting shows whether it exists.
+    tiniest = torch.tensor(info.smallest_normal * info.eps, dtype=torch.float64).to(dtype).double().item()
+    return {
+        "sign": 1,
+        "exponent": info.bits - 1 - mantissa,
+        "mantissa": mantissa,
+        "max": info.max,
+        "smallest_normal": info.smallest_normal,
+        "smallest_subnormal": tiniest or None,
+        "eps": info.eps,
+    }
+
+
+@plt.rc_context(STYLE)
+def float_formats(gradients=None, title=None):
+    """float32, float16 and bfloat16: their bits, their limits, and the range of sizes that each can hold.
+
+    gradients: tensor of any shape (optional). Their sizes are drawn above the ranges, and those that become 0 or
+    infinite in float16 are counted.
+    """
+    facts = {name: format_facts(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")}
+    heights = [2.6, 1.6] if gradients is None else [2.6, 1.8, 1.6]
+    figure, axes = _subplots(len(heights), 1, figsize=(9, sum(heights) + 0.8), height_ratios=heights)
+    _draw_bits(axes[0], facts)
+    axes[0].set_title(title or "Bits decide: the exponent's give range, the mantissa's give precision")
+    lowest, highest = 1e-47, 1e42
+    if gradients is not None:
+        sizes = gradients.detach().flatten().float().abs()
+        sizes = sizes[sizes > 0]
+        lowest, highest = 2.0**-44, 2.0**24
+        _draw_gradients(axes[1], sizes, lowest, highest)
+    _draw_ranges(axes[-1], facts, lowest, highest)
+    return figure
+
+
+BIT_LOOKS = {
+    "sign": {"facecolor": "white", "edgecolor": "black"},
+    "exponent": {"facecolor": "#F0E442", "hatch": "//", "edgecolor": "black"},
+    "mantissa": {"facecolor": "#56B4E9", "edgecolor": "white"},
+}
+
+
+def _draw_bits(axes, facts):
+    for row, (name, fact) in enumerate(facts.items()):
+        start = 0
+        for part, look in BIT_LOOKS.items():
+            for place in range(start, start + fact[part]):
+                axes.add_patch(Rectangle((place, row), 1, 0.42, linewidth=0.8, **look))
+            start += fact[part]
+        smallest = fact["smallest_subnormal"]
+        limits = (
+            f"max {_short(fact['max'])}   smallest normal {_short(fact['smallest_normal'])}   "
+            + (f"smallest of all {_short(smallest)}   " if smallest else "no subnormals   ")
+            + f"eps (step at 1) {_short(fact['eps'])}"
+        )
+        axes.text(0, row - 0.1, f"{name}: ", fontweight="bold", va="bottom")
+        axes.text(4, row - 0.1, limits, va="bottom")
+    axes.set(xlim=(-0.2, 32.2), ylim=(len(facts) - 0.5, -0.5))
+    axes.axis("off")
+    handles = [Patch(label=part, **look) for part, look in BIT_LOOKS.items()]
+    beside_float16 = {"bbox_to_anchor": (32, 1.21), "bbox_transform": axes.transData}
+    axes.legend(handles=handles, loc="center right", ncols=3, **beside_float16)
+
+
+def _draw_ranges(axes, facts, lowest, highest):
+    for row, fact in enumerate(facts.values()):
+        normal, smallest = fact["smallest_normal"], fact["smallest_subnormal"]
+        axes.barh(row, fact["max"] - normal, left=normal, height=0.55, color="#555555")
+        if smallest:
+            axes.barh(row, normal - smallest, left=smallest, height=0.55, color=QUIET, hatch="//", edgecolor="white")
+    axes.set(xscale="log", xlim=(lowest, highest), xlabel="size of a number (logarithmic)")
+    axes.set_yticks(range(len(facts)), facts)
+    axes.invert_yaxis()
+    on = "" if highest > fact["max"] else "; what touches the edge runs on"
+    axes.set_title(f"What each can hold (hatched: with fewer and fewer digits{on})")
+
+
+def _draw_gradients(axes, sizes, lowest, highest):
+    half = sizes.to(torch.float16)
+    groups = {
+        "become 0 in float16": (sizes[half == 0], {"color": WRONG, "hatch": "xx"}),
+        "survive": (sizes[(half > 0) & half.isfinite()], {"color": "#56B4E9"}),
+        "become infinite": (sizes[half.isinf()], {"color": "black"}),
+    }
+    # Powers of two, because float16 rounds to 0 from 2**-25 down: no bin mixes what is lost with what is kept.
+    bins = [2.0**power for power in range(round(math.log2(lowest)), round(math.log2(highest)) + 1)]
+    for label, (group, look) in groups.items():
+        if len(group):
+            inside = group.clamp(lowest, highest).tolist()
+            axes.hist(inside, bins, label=f"{len(group) / len(sizes):.1%} {label}", edgecolor="white", **look)
+    axes.set(xscale="log", xlim=(lowest, highest), ylabel="gradients")
+    axes.set_title("Sizes of the gradients that are not 0")
+    if len(sizes):
+        axes.legend(loc="upper right")

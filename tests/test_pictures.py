@@ -1,0 +1,203 @@
+"""What the pictures show: bar lengths, colours by rank, texts; not only that they draw."""
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import matplotlib
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from torch.utils.data import DistributedSampler
+
+matplotlib.use("Agg")
+from ddp_tutorial import pictures  # noqa: E402
+
+
+class Images(SimpleNamespace):
+    def __len__(self):
+        return len(self.images)
+
+
+def deal(count, ranks, epochs, set_epoch, drop_last=False):
+    """What DistributedSampler gives each rank in each epoch."""
+    orders = []
+    for epoch in range(epochs):
+        samplers = [DistributedSampler(range(count), ranks, rank, drop_last=drop_last) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch if set_epoch else 0)
+        orders.append([list(sampler) for sampler in samplers])
+    return orders
+
+
+def stripes(figure):
+    """{(row, sample): ranks} as drawn, told by colour *and* hatch."""
+    looks = list(zip(map(str.lower, pictures.RANK_COLOURS), pictures.RANK_HATCHES, strict=True))
+    cells = {}
+    for patch in figure.axes[0].patches:
+        if patch.get_fill():
+            row, sample = round(patch.get_y() + patch.get_height() / 2), round(patch.get_x())
+            rank = looks.index((to_hex(patch.get_facecolor()), patch.get_hatch() or ""))
+            cells.setdefault((row, sample), []).append(rank)
+    return cells
+
+
+def legend(figure):
+    return [text.get_text() for text in (figure.legends or [figure.axes[0].get_legend()])[0].get_texts()]
+
+
+def hollow(figure, look):
+    """Cells that carry only a frame of the given look."""
+    patches = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    return [
+        (round(patch.get_y() + 0.4), round(patch.get_x()))
+        for patch in patches
+        if patch.get_linewidth() == look["linewidth"]
+    ]
+
+
+def test_stripes_show_who_got_what():
+    figure = pictures.sampler_stripes([[[3, 0], [1, 2]]])
+    assert stripes(figure) == {(0, 0): [0], (0, 1): [1], (0, 2): [1], (0, 3): [0]}
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0", "1", "2", "3"]
+    assert legend(figure) == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize("set_epoch", [False, True])
+def test_stripes_repeat_without_set_epoch_only(set_epoch):
+    figure = pictures.sampler_stripes(deal(12, 3, 2, set_epoch))
+    cells = stripes(figure)
+    epochs = [[cells[row, sample] for sample in range(12)] for row in range(2)]
+    assert (epochs[0] != epochs[1]) == set_epoch
+    assert figure.axes[0].get_title("left") == (
+        "Each epoch deals the samples anew" if set_epoch else "Every epoch deals the samples alike"
+    )
+
+
+def test_stripes_frame_padding_and_leave_dropped_samples_empty():
+    padded = pictures.sampler_stripes(orders := deal(11, 4, 1, True))
+    twice = {sample for sample in range(11) if sum(shard.count(sample) for shard in orders[0]) == 2}
+    assert twice and {sample for row, sample in hollow(padded, pictures.REPEATED)} == twice
+    assert {sample for (row, sample), ranks in stripes(padded).items() if len(ranks) == 2} == twice
+    assert legend(padded)[4:] == ["drawn more than once"]
+    dropped = pictures.sampler_stripes([[[0, 3], [4, 2]]])
+    assert hollow(dropped, pictures.UNSEEN) == [(0, 1)] and (0, 1) not in stripes(dropped)
+    assert legend(dropped)[2:] == ["drawn by nobody"]
+
+
+def test_stripes_of_many_samples_say_how_many_are_shown():
+    figure = pictures.sampler_stripes(deal(1000, 2, 1, True))
+    assert len(stripes(figure)) == 48
+    assert figure.axes[0].get_xlabel() == "sample number (the first 48 of 1,000)"
+    assert not figure.axes[0].texts
+
+
+def test_loss_curves_are_over_images_and_differ_without_colour():
+    runs = {
+        "one": {"step_loss": [4.0, 2.0, 0.0], "global_batch_size": 100},
+        "two": {"step_loss": [1.0] * 80, "global_batch_size": 50},
+    }
+    figure = pictures.loss_curves(runs)
+    raw, smooth, other_raw, other_smooth = figure.axes[0].lines
+    assert list(raw.get_xdata()) == [100, 200, 300] and list(raw.get_ydata()) == [4, 2, 0]
+    assert other_raw.get_xdata()[-1] == 4000
+    assert smooth.get_linestyle() != other_smooth.get_linestyle()
+    assert legend(figure) == ["one: 0.000 at the end", "two: 1.000 at the end"]
+
+
+def test_running_mean_is_over_neighbours():
+    assert pictures._running_mean([1, 2, 6, 10], reach=1) == [1.5, 3, 6, 8]
+
+
+def test_samples_carry_their_labels():
+    images = Images(images=torch.arange(30 * 784).reshape(30, 28, 28), labels=torch.arange(30) % 10)
+    figure = pictures.samples(images, count=20)
+    assert [cell.get_title() for cell in figure.axes] == [str(number % 10) for number in range(20)]
+    assert (figure.axes[7].images[0].get_array() == images.images[7].numpy()).all()
+    assert figure.get_suptitle() == "The first 20 of 30 images, each with its label"
+
+
+def test_prediction_grid_says_true_and_said_and_marks_the_wrong():
+    images = torch.rand(3, 1, 28, 28)
+    figure = pictures.prediction_grid(images, torch.tensor([4, 5, 6]), torch.tensor([9, 5, 0]))
+    titles = [cell.get_title() for cell in figure.axes]
+    assert titles == ["true 4, said 9", "true 5, said 5", "true 6, said 0", *[""] * 9]
+    bold = [cell.title.get_fontweight() == "bold" for cell in figure.axes]
+    assert bold == [True, False, True, *[False] * 9]
+    assert figure.get_suptitle() == "Of these 3 digits the model read 2 wrongly"
+    assert len(pictures.prediction_grid(images[:0], [], []).axes) == 12
+
+
+def test_throughput_bars_have_lengths_and_ratios():
+    figure = pictures.throughput_bars({"one": {"images_per_second": 2000.0}, "two": {"images_per_second": 3900.0}})
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [2000, 3900]
+    assert [text.get_text() for text in axes.texts] == ["2,000  (1.00 ×)", "3,900  (1.95 ×)"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["one", "two"]
+
+
+def test_rank_bars_notice_a_difference_in_the_last_bit():
+    figure = pictures.per_rank_bars({"same": [0.5, 0.5], "off": [0.5, 0.5000000001]})
+    axes = figure.axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [0.5, 0.5, 0.5, 0.5000000001]
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == ["#0072b2"] * 2 + ["#e69f00"] * 2
+    assert [bar.get_hatch() for bar in axes.patches][2:] == ["//"] * 2
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == ["same\n(same on every rank)", "off\n(ranks differ)"]
+
+
+# From IEEE 754 (binary16, binary32) and the definition of bfloat16.
+@pytest.mark.parametrize(
+    "name, exponent, mantissa, largest, smallest",
+    [
+        ("float32", 8, 23, (2 - 2**-23) * 2**127, 2**-149),
+        ("float16", 5, 10, 65504, 2**-24),
+        ("bfloat16", 8, 7, (2 - 2**-7) * 2**127, 2**-133),
+    ],
+)
+def test_format_facts(name, exponent, mantissa, largest, smallest):
+    facts = pictures.format_facts(getattr(torch, name))
+    assert (facts["sign"], facts["exponent"], facts["mantissa"]) == (1, exponent, mantissa)
+    assert (facts["max"], facts["smallest_subnormal"]) == (largest, smallest)
+
+
+def test_float_formats_draw_every_bit_and_range():
+    bits, ranges = pictures.float_formats().axes
+    rows = [patch.get_y() for patch in bits.patches if isinstance(patch, Rectangle)]
+    assert [rows.count(row) for row in range(3)] == [32, 16, 16]
+    assert "max 65,504" in bits.texts[3].get_text()
+    normal, subnormal = ranges.patches[2:4]
+    assert (normal.get_x(), normal.get_x() + normal.get_width()) == (2**-14, 65504)
+    assert subnormal.get_x() == 2**-24
+
+
+def test_gradients_below_float16_are_counted():
+    gradients = torch.tensor([[0.0, 2.0**-26, -(2.0**-30)], [-1.0, 1e-3, 1e6]])
+    figure = pictures.float_formats(gradients)
+    histogram = figure.axes[1]
+    texts = [text.get_text() for text in histogram.get_legend().get_texts()]
+    assert texts == ["40.0% become 0 in float16", "40.0% survive", "20.0% become infinite"]
+    lost = [bar for bar in histogram.patches if to_hex(bar.get_facecolor()) == pictures.WRONG.lower()]
+    assert sum(bar.get_height() for bar in lost) == 2
+    assert max(bar.get_x() + bar.get_width() for bar in lost if bar.get_height()) <= 2.0**-25
+    assert pictures.float_formats(torch.zeros(3)).axes[1].get_legend() is None
+
+
+def test_figures_are_closed_small_and_quiet(recwarn):
+    figure = pictures.sampler_stripes(deal(11, 4, 3, True))
+    png = io.BytesIO()
+    figure.savefig(png, bbox_inches="tight")
+    assert len(png.getvalue()) < 100_000
+    assert repr(figure) == "<Figure size 810x302.4 with 1 Axes>"
+    assert pictures.plt.get_fignums() == []
+    assert [str(warning.message) for warning in recwarn] == []
+    sizes = [text.get_fontsize() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    assert min(sizes) >= 9
+
+
+def test_the_package_imports_without_its_heavy_friends():
+    heavy = "import sys, ddp_tutorial, ddp_tutorial.checks, ddp_tutorial.preflight\n"
+    heavy += "print(sorted({'torch', 'torchvision', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", heavy], text=True) == "[]\n"
