@@ -26,7 +26,8 @@ from nbconvert import HTMLExporter
 
 CELL_TIMEOUT = 300  # seconds; %launch gives up long before
 SHOWN_LINES = 20  # of a failing cell and of its output
-MACHINE_PATH = re.compile(r"/(?:home|root|tmp|work|opt|mnt|var|Users|private)/|site-packages|\bobject at 0x")
+MACHINE_PATH = r"/(?:home|root|tmp|work|opt|mnt|var|Users|private)/|site-packages|\bobject at 0x"
+LARGEST_PICTURE = 200_000  # characters of base64
 
 
 class NotebookFailed(Exception):
@@ -238,25 +239,30 @@ def clean(notebook):
             cell.outputs = [output for output in cell.outputs if output.get("text", "-").strip()]
 
 
-def output_problems(notebook):
-    """What must not be committed in a notebook's outputs, one line a find."""
-    names = {re.escape(str(Path.cwd()))}
-    if len(socket.gethostname()) > 3 and socket.gethostname() != "localhost":
-        names.add(rf"\b{re.escape(socket.gethostname())}\b")
-    names.add(rf"/{re.escape(getpass.getuser())}/|\b{re.escape(getpass.getuser())}@")
+def machine_names():
+    """Patterns for the names that only this machine has: its own, its user's, the project's folder."""
+    user, host = re.escape(getpass.getuser()), re.escape(socket.gethostname())
+    names = [re.escape(str(Path.cwd())), rf"/{user}/|\b{user}@"]  # a user may be called "rank": not the bare word
+    return names + ([rf"\b{host}\b"] if len(host) > 3 and host != "localhost" else [])
+
+
+def output_problems(notebook, patterns=()):
+    """What must not be committed in a notebook's outputs, one line a find; `patterns` are looked for too."""
     problems = []
     for n, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), 1):
         if stream(cell, "stderr").strip():
             problems.append(f"cell {n} wrote to stderr: {stream(cell, 'stderr').strip().splitlines()[-1]}")
         for output in cell.outputs:
+            data = output.get("data", {})
             if output.output_type == "error":
                 problems.append(f"cell {n} ended with {output.ename}: {output.evalue}")
-            data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
-            text = json.dumps({**output, "data": data})
-            for pattern in (MACHINE_PATH.pattern, *sorted(names)):
-                if found := re.search(pattern, text):
-                    around = text[max(0, found.start() - 20) : found.end() + 20]
-                    problems.append(f"cell {n} shows this machine ({found[0]}): {around}")
+            if len(data.get("image/png", "")) > LARGEST_PICTURE:
+                problems.append(f"cell {n} has a picture of more than {LARGEST_PICTURE} characters: draw it smaller")
+            shown = {**output, "data": {kind: data[kind] for kind in data if kind != "image/png"}}
+            for found in (re.search(pattern, json.dumps(shown)) for pattern in (MACHINE_PATH, *patterns)):
+                if found:
+                    around = found.string[max(0, found.start() - 20) : found.end() + 20]
+                    problems.append(f"cell {n} shows the machine ({found[0]}): {around}")
     return problems
 
 
@@ -279,7 +285,7 @@ def outputs(root, number=None):
             run.execute(lambda show=show, run=run: show(f"{run.position}, "))
             show(end=True)
             clean(run.notebook)
-            if problems := output_problems(run.notebook):
+            if problems := output_problems(run.notebook, machine_names()):
                 raise NotebookFailed("\n".join(["is not fit to be committed:", *problems]))
         except NotebookFailed as error:
             print(f"\n{name} {error}\n\n{path.name} is as it was.", file=sys.stderr)
