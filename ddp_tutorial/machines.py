@@ -1,0 +1,72 @@
+"""Ports, and whether the machines of a job agree: what must be settled before processes can meet."""
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_tutorial.arguments import refuse
+
+
+def free_port():
+    """A TCP port on this machine that nobody uses right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_port(address, port):
+    """Refuse, in one line, to listen on `address:port` where that cannot be done."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            refuse(f"cannot listen on {address}:{port} ({error.strerror}): leave out --master-port to get a free one")
+
+
+def check_machines_agree(nodes, node_rank, processes, address, port, patience=60.0):
+    """Let the machines of a job compare their process counts, and refuse the job in one line where they differ.
+
+    Ranks are counted as `node_rank * processes + local_rank`. With unequal counts two processes would get the same
+    rank, and all of them would wait for one that never comes. The port is free again when this returns.
+
+    Args:
+        nodes, node_rank: machines of the job, and the number of this one.
+        processes: processes that this machine is about to start.
+        address, port: where machine 0 listens.
+        patience: seconds to wait for the other machines.
+    """
+    where = f"{address}:{port}"
+    plan = f"--nodes {nodes} --nproc {processes}"
+    try:
+        store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False,
+                              timeout=timedelta(seconds=patience))
+    except (dist.DistNetworkError, dist.DistStoreError):
+        if node_rank == 0:
+            refuse(f"cannot listen on {where}: give this machine's own address and a port that nobody uses")
+        refuse(f"found no machine 0 at {where} within {patience:.0f} s: start it, and check address and port")
+    try:
+        if node_rank == 0:
+            verdict = _compare_plans(store, nodes, plan)
+            store.set("verdict", verdict)
+            heard = [f"heard {number}" for number in range(1, nodes)]
+            # The store ends with this process, so it must outlive its last reader.
+            store.wait(heard, timedelta(seconds=5 if verdict else patience))
+        else:
+            store.set(f"machine {node_rank}", plan)
+            verdict = store.get("verdict").decode()
+            store.set(f"heard {node_rank}", "")
+    except (dist.DistNetworkError, dist.DistStoreError):
+        verdict = f"not all of {nodes} machines came to {where} within {patience:.0f} s: start one for each --node-rank"
+    if verdict:
+        refuse(verdict)
+
+
+def _compare_plans(store, nodes, plan):
+    """Empty where all machines have the plan of machine 0, else one line about the first that does not."""
+    for number in range(1, nodes):
+        other = store.get(f"machine {number}").decode()
+        if other != plan:
+            return f"machine 0 was given {plan}, but machine {number} {other}: give all of them the same"
+    return ""

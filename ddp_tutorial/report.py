@@ -1,0 +1,109 @@
+"""Progress, speed and the JSON report of a training script."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ddp_tutorial.device import backend_for
+
+
+class Speedometer:
+    """Shows a progress bar over a training loop and measures its images/s, of all processes together.
+
+    Args:
+        device: waited for before the clock is read.
+        global_batch_size: images a step, all processes together.
+        show: whether this process shows the bar (rank 0 does).
+        warm_up_steps: first steps of the training that are left out of the measurement.
+    """
+
+    def __init__(self, device, global_batch_size, show=True, warm_up_steps=10):
+        self.device = device
+        self.global_batch_size = global_batch_size
+        self.show = show
+        self.warm_up_steps = warm_up_steps
+        self.images = 0
+        self.seconds = 0.0
+
+    def watch(self, loader, images, label):
+        """Yield the batches of `loader`, an epoch of `images` images (all processes together) called `label`."""
+        skip = min(self.warm_up_steps, len(loader) // 2)
+        self.warm_up_steps = 0
+        # A bar in a pipe is not erased but scrolls by, so there it is drawn less often.
+        interval = 0.1 if sys.stdout.isatty() else 2
+        bar = tqdm(loader, label, leave=False, disable=not self.show, file=sys.stdout, mininterval=interval)
+        start = time.perf_counter()
+        for step, batch in enumerate(bar):
+            if step == skip:
+                start = self._now()
+            yield batch
+        self.seconds += self._now() - start
+        self.images += images - skip * self.global_batch_size
+
+    @property
+    def images_per_second(self):
+        """Images per second of training, 0.0 before the first epoch."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    def _now(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize() if hasattr(torch, "accelerator") else torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def params_sha256(model):
+    """SHA-256 over the bytes of the model's state dict (parameters and buffers), in its order, as hex digits."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_report(args, model, train_set, loss_sums, *, device, world_size, test_accuracy, test_samples, speed, start,
+                 **more):
+    """Write what a training did to the JSON file `args.json`, in one rename. Does nothing where that is None.
+
+    Args:
+        model: the plain model, not a wrapper around it.
+        train_set: the training set, for its length and its source.
+        loss_sums: a tensor a trained epoch: each step's loss, summed over all images of all processes, [steps].
+        test_accuracy: share of the test images that are right, 0 to 1; `test_samples`: how many images that were.
+        speed: a Speedometer; `start`: when the training began, by `time.perf_counter()`, in seconds.
+        more: further entries.
+    """
+    if args.json is None:
+        return
+    images = len(train_set)
+    global_batch_size = args.batch_size * world_size
+    epochs = [sums.double().cpu() for sums in loss_sums]
+    counts = torch.tensor([min(global_batch_size, images - first) for first in range(0, images, global_batch_size)])
+    report = {
+        "script": Path(sys.argv[0]).name,
+        "data": train_set.source,
+        "device": device.type,
+        "backend": backend_for(device),
+        "world_size": world_size,
+        "threads": torch.get_num_threads(),
+        "batch_size": args.batch_size,
+        "global_batch_size": global_batch_size,
+        "epochs": args.epochs,
+        "steps": args.epochs * len(counts),
+        "train_loss": [sums.sum().item() / images for sums in epochs],
+        "step_loss": [loss for sums in epochs for loss in (sums / counts).tolist()],
+        "test_accuracy": test_accuracy,
+        "test_samples": test_samples,
+        "seconds": time.perf_counter() - start,
+        "images_per_second": speed.images_per_second,
+        "params_sha256": params_sha256(model),
+        "torch": torch.__version__,
+        **more,
+    }
+    temporary = args.json.with_name(f"{args.json.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, args.json)
