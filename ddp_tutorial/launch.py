@@ -435,8 +435,8 @@ def _cleaner():
         (paths["stdlib"], "<python>"), (paths["scripts"], "<bin>"), (sys.prefix, "<env>"),
         (tempfile.gettempdir(), "<tmp>"), (Path.home(), "~"),
     ]:
-        for each in (str(path), os.path.realpath(path)):
-            if each not in ("/", "/usr", "/usr/local", "/opt"):
+        for each in (str(path), os.path.realpath(path), os.path.relpath(path, project_root())):
+            if not each.startswith("..") and each not in (".", "/", "/usr", "/usr/local", "/opt"):
                 places.setdefault(each, name)
     longest_first = sorted(places, key=len, reverse=True)
     anywhere = re.compile(rf"(?<![\w.~-])({'|'.join(map(re.escape, longest_first))})(?![\w-])(?!\.\w)")
@@ -445,7 +445,8 @@ def _cleaner():
         (r"\./(?=[\w.])", ""),
         (r"(<tmp>/(?:tmp|torchelastic_))[a-z0-9_]{8}\b", r"\1..."),
         (r"(?<!\w)(pid\s*[:= ]\s*)\d+", r"\1<pid>"),
-        (r"(?<=Sending process )\d+", "<pid>"),
+        (r"(?<=Sending process )\d+|(?<=Terminating process )\d+", "<pid>"),
+        (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?:_[a-z0-9_]{8}\b)?", "<id>"),
         (r"\b([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +(?:\d+ +)*", r"\1 "),
         (r"\b\d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d+)?", "<time>"),
         (r"^(\s*host\s*: ).*", r"\1<host>"),
@@ -511,8 +512,9 @@ SECONDARY = re.compile(
 
 
 class _Traceback:
-    def __init__(self, rank):
+    def __init__(self, rank, source):
         self.rank, self.lines, self.indent = rank, [], None
+        self.source = source  # (command, how often torchrun had reported failed workers before): one attempt
         self.final = ""  # the line that names the error, once it has come
         self.chained = False  # whether another traceback of the same error follows
         self.end = 0  # the number of its last line in the output
@@ -523,6 +525,7 @@ class _Findings:
 
     def __init__(self):
         self.tracebacks, self.open, self.count = [], {}, 0
+        self.attempts = {}  # by command
         self.spawned = self.usage = self.root_rank = self.root_status = None
         self.at_root = False
         self.last_lines = {}  # by command
@@ -532,16 +535,18 @@ class _Findings:
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
         if line.strip():
             self.last_lines[command] = line.strip()
-        self._read_summaries(line)
+        self._read_summaries(command, line)
         prefix = PREFIX.match(line)
         key = (command, prefix and prefix[1])
         text = line[prefix.end():] if prefix else line
         head = HEAD.match(text)
         current = self.open.get(key)
-        if head and len(self.tracebacks) < 100:
+        if head and head[1].strip().startswith("traceback"):  # torchrun's summary of what was shown already
+            self.open.pop(key, None)
+        elif head and len(self.tracebacks) < 100:
             if current is None or not current.final or not current.chained:
                 rank = prefix[2] if prefix else self.spawned
-                current = _Traceback(rank)
+                current = _Traceback(rank, (command, self.attempts.get(command, 0)))
                 self.tracebacks.append(current)
                 self.open[key], self.spawned = current, None
             current.lines.append("Traceback (most recent call last):")
@@ -569,13 +574,13 @@ class _Findings:
             return
         current.end = self.count
 
-    def _read_summaries(self, line):
+    def _read_summaries(self, command, line):
         if match := re.match(r"-- Process (\d+) terminated with the following error", line):
             self.spawned = match[1]
         elif match := re.match(r"(?:\[[^]]*\]:? ?)?\S+: error: .+", line):
             self.usage = self.usage or line
-        elif "will restart worker group" in line:  # what failed before did not end the job
-            self.tracebacks, self.open = [], {}
+        elif "failed (exitcode: " in line:  # torchrun goes on where it may restart them: the last attempt counts
+            self.attempts[command] = self.attempts.get(command, 0) + 1
         elif line.startswith("Root Cause (first observed failure)"):
             self.at_root = True
         elif self.at_root and (match := re.match(r"\s+rank\s*: (\d+)", line)):
@@ -584,8 +589,10 @@ class _Findings:
             self.root_status, self.at_root = int(match[1]), False
 
     def first(self):
-        """The first traceback that is not a mere consequence of another process's failure, or None."""
-        return next((each for each in self.tracebacks if each.final and not SECONDARY.search(each.final)), None)
+        """The last attempt's first traceback that is no mere consequence of another process's failure, or None."""
+        own = [each for each in self.tracebacks if each.final and not SECONDARY.search(each.final)]
+        last = dict(each.source for each in own)
+        return next((each for each in own if last[each.source[0]] == each.source[1]), None)
 
     def lines_since(self, traceback):
         return self.count - traceback.end
