@@ -45,15 +45,14 @@ def reset(root):
 def main():
     root = Path(__file__).resolve().parent.parent
     try:
-        if Path(git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root:
-            raise FileNotFoundError
-        mine = reset(root)
+        top = Path(git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+        mine = reset(root) if top == root else None
     except FileNotFoundError:
-        print("reset: this folder is no git clone: download the series again for its own files", file=sys.stderr)
-        return 2
+        return refuse("git is not installed")
     except subprocess.CalledProcessError as error:
-        print(f"reset: git says: {error.stderr.strip()}", file=sys.stderr)
-        return 2
+        return refuse(error.stderr.strip())
+    if top != root:
+        return refuse(f"this folder is part of {top}")
     if mine is None:
         print("reset: nothing to do, scripts/ and notebooks/ are as committed")
     else:
@@ -61,6 +60,11 @@ def main():
         print(f"reset: scripts/ and notebooks/ are as committed. Your files are in {mine.relative_to(root)}/")
         print("".join(f"  {name}\n" for name in saved), end="")
     return 0
+
+
+def refuse(reason):
+    print(f"reset: works only in a git clone of the series ({reason})", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

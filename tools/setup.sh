@@ -41,7 +41,7 @@ if [ ! -x "$venv/bin/python" ]; then
         supported "$base" && break
         base=
     done
-    [ -n "$base" ] || fail "needs Python 3.10 to 3.13, found none: install one, or name it with PYTHON=/path/to/python"
+    [ -n "$base" ] || fail "${python:-python3} is no Python 3.10 to 3.13: name one with PYTHON=/path/to/python"
 
     echo "setup: making $venv with $("$base" --version)"
     mkdir -p "$venv"
