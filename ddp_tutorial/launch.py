@@ -439,10 +439,9 @@ def _cleaner():
             if not each.startswith("..") and each not in (".", "/", "/usr", "/usr/local", "/opt"):
                 places.setdefault(each, name)
     longest_first = sorted(places, key=len, reverse=True)
-    anywhere = re.compile(rf"(?<![\w.~-])({'|'.join(map(re.escape, longest_first))})(?![\w-])(?!\.\w)")
+    anywhere = re.compile(rf"(?<![\w.~-])({'|'.join(map(re.escape, longest_first))})(?![\w-])(?!\.\w)(/(?=[\w.])|)")
     host = re.escape(socket.gethostname())
     rules = [
-        (r"\./(?=[\w.])", ""),
         (r"(<tmp>/(?:tmp|torchelastic_))[a-z0-9_]{8}\b", r"\1..."),
         (r"(?<!\w)(pid\s*[:= ]\s*)\d+", r"\1<pid>"),
         (r"(?<=Sending process )\d+|(?<=Terminating process )\d+", "<pid>"),
@@ -455,8 +454,12 @@ def _cleaner():
     ]
     rules = [(re.compile(pattern, re.IGNORECASE | re.MULTILINE), new) for pattern, new in rules]
 
+    def stand_in(match):
+        new = places[match[1]] + match[2]
+        return "" if new == "./" else new  # scripts/x.py, not ./scripts/x.py
+
     def clean(text):
-        text = anywhere.sub(lambda match: places[match[1]], text)
+        text = anywhere.sub(stand_in, text)
         for pattern, new in rules:
             text = pattern.sub(new, text)
         return text
@@ -551,7 +554,7 @@ class _Findings:
                 self.open[key], self.spawned = current, None
             current.lines.append("Traceback (most recent call last):")
             current.indent, current.final, current.chained, current.end = None, "", False, self.count
-        elif current is not None:
+        elif current is not None and len(current.lines) < 1000:
             self._continue(current, key, text)
 
     def _continue(self, current, key, text):

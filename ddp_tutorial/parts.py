@@ -168,7 +168,7 @@ def _inside(path, root):
     """`path` relative to `root`, and the file it leads to; PartError when that is no script inside the project."""
     target = (root / path).resolve()
     if not target.is_relative_to(root):
-        raise PartError(f"{path} is outside the project; a path starts at its top folder, as in scripts/02_ddp_spawn.py")
+        raise PartError(f"{path} is outside the project; paths start at its top folder: scripts/02_ddp_spawn.py")
     if target.suffix != ".py" or target.is_dir():
         raise PartError(f"{path} is no Python script; its name must end in .py")
     return target.relative_to(root), target
