@@ -68,7 +68,8 @@ def output_file(text):
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise argparse.ArgumentTypeError(f"cannot write {text} ({reason}): name a file in a folder you may write to")
+        message = f"cannot write {text} ({reason}): name a file in a folder you may write to"
+        raise argparse.ArgumentTypeError(message) from None
     return path
 
 
@@ -86,7 +87,7 @@ def training_parser(doc):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
         help="auto: a GPU for each process, else CPU")
     add("--threads", type=positive_int, help="CPU threads of each process (cores / processes of this machine)")
-    add("--limit", type=positive_int, help="train on the first so many images only")
+    add("--limit", type=positive_int, help="use the first so many images only")
     add("--width", type=positive_int, default=1, help="multiplies the model's channels (1)")
     add("--norm", choices=NORMS, default="batch", help="the model's normalisation (batch)")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights (float32)")

@@ -58,7 +58,7 @@ def check_machines_agree(nodes, node_rank, processes, address, port, patience=60
             verdict = store.get("verdict").decode()
             store.set(f"heard {node_rank}", "")
     except (dist.DistNetworkError, dist.DistStoreError):
-        verdict = f"not all of {nodes} machines came to {where} within {patience:.0f} s: start one for each --node-rank"
+        verdict = f"not all {nodes} machines came to {where} within {patience:.0f} s: start one for each --node-rank"
     if verdict:
         refuse(verdict)
 

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from ddp_tutorial.device import backend_for
+from ddp_tutorial.paths import project_root
 
 
 class Speedometer:
@@ -107,3 +108,8 @@ def write_report(args, model, train_set, loss_sums, *, device, world_size, test_
     temporary = args.json.with_name(f"{args.json.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(report, indent=1) + "\n")
     os.replace(temporary, args.json)
+
+
+def read_report(path):
+    """The report at `path`, relative to the series' folder, as a dict."""
+    return json.loads((project_root() / path).read_text())

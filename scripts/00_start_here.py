@@ -5,6 +5,7 @@ python scripts/00_start_here.py                 # two processes
 python scripts/00_start_here.py --nproc 4
 """
 
+
 # %% Imports
 import argparse
 
@@ -31,7 +32,8 @@ def say_hello(rank, world_size, port):
         number = torch.tensor(rank + 1)
         dist.all_reduce(number)
         lines = [None] * world_size
-        dist.all_gather_object(lines, f"[rank {rank}] hello! I brought {rank + 1}, the sum is {number}")
+        line = f"[rank {rank}] hello! I brought {rank + 1}, the sum is {number}"
+        dist.all_gather_object(lines, line)
         if rank == 0:
             print(*lines, sep="\n")
     finally:

@@ -6,6 +6,7 @@ python scripts/01_single_device.py --device cpu --limit 6000
 python scripts/01_single_device.py --epochs 3 --checkpoint build/01.pt
 """
 
+
 # %% Imports
 import os
 import sys
@@ -104,12 +105,13 @@ def train(args, device):
         loss_sums.append(train_one_epoch(model, batches, optimizer, scheduler, device))
         accuracy, tested = evaluate(model, test_loader, device)
         loss = loss_sums[-1].sum().item() / images
-        print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}, {accuracy:.2%} of {tested:,} right,"
-              f" {speed.images_per_second:,.0f} images/s")
+        print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f},"
+              f" {accuracy:.2%} of {tested:,} right, {speed.images_per_second:,.0f} images/s")
         if args.checkpoint and (epoch + 1) % args.save_every == 0:
             save_checkpoint(model, args.checkpoint)
-    write_report(args, model, train_loader.dataset, loss_sums, device=device, world_size=1,
-                 test_accuracy=accuracy, test_samples=tested, speed=speed, start=start)
+    write_report(
+        args, model, train_loader.dataset, loss_sums, device=device, world_size=1,
+        test_accuracy=accuracy, test_samples=tested, speed=speed, start=start)
 
 
 def main():

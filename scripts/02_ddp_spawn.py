@@ -7,6 +7,7 @@ python scripts/02_ddp_spawn.py --nodes 2 --node-rank 0 --nproc 8 \\
     --master-addr 10.0.0.1 --master-port 29500              # and --node-rank 1 on the other machine
 """
 
+
 # %% Imports
 import os
 import sys
@@ -188,13 +189,15 @@ def train(args, device, rank, world_size):
                   f" {accuracy:.2%} of {tested:,} right, {speed.images_per_second:,.0f} images/s")
             if args.checkpoint and (epoch + 1) % args.save_every == 0:
                 save_checkpoint(model, args.checkpoint)
-    lines = [None] * world_size
-    dist.all_gather_object(lines, f"[rank {rank}] weights {params_sha256(model)[:12]}")
+    fingerprints = [None] * world_size
+    dist.all_gather_object(fingerprints, params_sha256(model))
     if rank == 0:
-        print(*lines, sep="\n")
+        for number, fingerprint in enumerate(fingerprints):
+            print(f"[rank {number}] weights {fingerprint[:12]}")
         write_report(
             args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
-            test_accuracy=accuracy, test_samples=tested, speed=speed, start=start)
+            test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
+            rank_params_sha256=fingerprints)
 
 
 def worker(local_rank, args):

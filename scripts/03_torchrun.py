@@ -9,6 +9,7 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 scripts/03_torchrun.py
     --epochs 10 --snapshot build/03.pt              # goes on where a failure stopped it
 """
 
+
 # %% Imports
 import os
 import signal
@@ -247,13 +248,15 @@ def train(args, device, rank, world_size):
             if rank == world_size - 1:
                 print(f"[rank {rank}] killed after epoch {epoch + 1}, on purpose")
                 os.kill(os.getpid(), signal.SIGKILL)
-    lines = [None] * world_size
-    dist.all_gather_object(lines, f"[rank {rank}] weights {params_sha256(model)[:12]}")
+    fingerprints = [None] * world_size
+    dist.all_gather_object(fingerprints, params_sha256(model))
     if rank == 0:
-        print(*lines, sep="\n")
+        for number, fingerprint in enumerate(fingerprints):
+            print(f"[rank {number}] weights {fingerprint[:12]}")
         write_report(
             args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
-            test_accuracy=accuracy, test_samples=tested, speed=speed, start=start)
+            test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
+            rank_params_sha256=fingerprints)
 
 
 def restarts():

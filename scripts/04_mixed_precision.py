@@ -7,6 +7,7 @@ torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \\
     --master-port 29500 scripts/04_mixed_precision.py --amp bfloat16      # and --node-rank 1
 """
 
+
 # %% Imports
 import os
 import signal
@@ -21,7 +22,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ddp_tutorial.arguments import (
-    load_data, output_file, positive_float, positive_int, refuse, training_parser)
+    load_data,
+    output_file,
+    positive_float,
+    positive_int,
+    refuse,
+    training_parser,
+)
 from ddp_tutorial.device import backend_for, choose_device, set_threads
 from ddp_tutorial.model import ConvNet, warm_up_then_decay
 from ddp_tutorial.report import Speedometer, params_sha256, write_report
@@ -266,14 +273,15 @@ def train(args, device, rank, world_size):
             if rank == world_size - 1:
                 print(f"[rank {rank}] killed after epoch {epoch + 1}, on purpose")
                 os.kill(os.getpid(), signal.SIGKILL)
-    lines = [None] * world_size
-    dist.all_gather_object(lines, f"[rank {rank}] weights {params_sha256(model)[:12]}")
+    fingerprints = [None] * world_size
+    dist.all_gather_object(fingerprints, params_sha256(model))
     if rank == 0:
-        print(*lines, sep="\n")
+        for number, fingerprint in enumerate(fingerprints):
+            print(f"[rank {number}] weights {fingerprint[:12]}")
         write_report(
             args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
             test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
-            amp=args.amp, loss_scale=scaler.get_scale())
+            rank_params_sha256=fingerprints, amp=args.amp, loss_scale=scaler.get_scale())
 
 
 def restarts():
