@@ -78,7 +78,7 @@ class Run:
 
         The kernel is served by a thread, so that Ctrl-C arrives here, where it can end the kernel at once.
         """
-        outcome = {}
+        outcome, done = {}, threading.Event()
 
         async def serve():
             outcome["loop"], outcome["task"] = asyncio.get_running_loop(), asyncio.current_task()
@@ -89,18 +89,18 @@ class Run:
                 asyncio.run(serve())
             except BaseException as error:  # also CancelledError
                 outcome["error"] = error
+            finally:
+                done.set()
 
-        server = threading.Thread(target=thread, daemon=True)
-        server.start()
+        threading.Thread(target=thread, daemon=True).start()
         try:
-            while server.is_alive():
-                server.join(0.5)
+            while not done.wait(0.5):  # not join(): before Python 3.13 it takes an interrupted thread for ended
                 tick()
         except KeyboardInterrupt:
             if "task" in outcome:
                 self.client.shutdown_kernel = "immediate"
                 outcome["loop"].call_soon_threadsafe(outcome["task"].cancel)
-                server.join(10)
+                done.wait(10)
             raise
         if "error" in outcome:
             raise NotebookFailed(self.explain(outcome["error"])) from outcome["error"]
