@@ -65,6 +65,15 @@ def set_threads(threads=None, local_processes=1, say=print):
     return threads
 
 
+def cpu_features():
+    """The names of this CPU's instruction sets, as Linux lists them; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {name for line in lines if line.startswith(("flags", "Features")) for name in line.split(":")[1].split()}
+
+
 def count(number, noun):
     """`1 process`, `2 processes`, `3 nodes`."""
     plural = "es" if noun.endswith("s") else "s"
