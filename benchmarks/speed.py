@@ -1,0 +1,190 @@
+"""Compare speeds, each pair in one run, and print the ratios that README.md tells.
+
+    make bench                                   all comparisons, about 20 minutes on two cores
+    python benchmarks/speed.py loop mixed        some of them
+    python benchmarks/speed.py loop --pairs 3    a quick look
+
+A machine is never equally fast twice. So the two sides of a comparison take turns, and the median of the pairs' ratios
+is what counts; the smallest and largest are printed beside it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_tutorial.data import load_datasets
+from ddp_tutorial.device import cpu_features, usable_cores
+
+ROOT = Path(__file__).parents[1]
+PAIRS = 7
+
+
+class ArticlesNet(nn.Sequential):
+    """The network as the articles wrote it: ReLU before the pool, channels first in memory."""
+
+    def __init__(self):
+        def block(channels_in, channels_out):
+            return [nn.Conv2d(channels_in, channels_out, 5, 1, 2), nn.BatchNorm2d(channels_out), nn.ReLU(),
+                    nn.MaxPool2d(2, 2)]
+
+        super().__init__(*block(1, 16), *block(16, 32), nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
+
+
+def articles_recipe(threads, images, batch_size=100, warm_up=10):
+    """images/s of the articles' loop: torchvision's ToTensor on each image, batches collated from them."""
+    from torchvision.transforms.functional import to_pil_image, to_tensor
+
+    torch.set_num_threads(threads)
+    train_set, _ = load_datasets(limit=images, say=None)
+
+    class OneByOne(torch.utils.data.Dataset):
+        # What torchvision.datasets.MNIST with transform=ToTensor() does for every image.
+        def __len__(self):
+            return len(train_set)
+
+        def __getitem__(self, index):
+            return to_tensor(to_pil_image(train_set.images[index].numpy(), mode="L")), int(train_set.labels[index])
+
+    torch.manual_seed(0)
+    model = ArticlesNet()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    criterion = nn.CrossEntropyLoss()
+    loader = torch.utils.data.DataLoader(OneByOne(), batch_size=batch_size, shuffle=True, num_workers=0)
+    for step, (batch, labels) in enumerate(loader):
+        if step == warm_up:
+            start = time.perf_counter()
+        loss = criterion(model(batch), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return (images - warm_up * batch_size) / (time.perf_counter() - start)
+
+
+def script(name, *options, processes=1, cores=None):
+    """The report of a script's run, on the first `cores` cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = [sys.executable]
+        if name[:2] >= "03":
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, f"scripts/{name}.py", "--device", "cpu", "--json", f"{folder}/report.json", *options]
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, sorted(before)[: cores or len(before)])
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                           env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1"})
+        finally:
+            os.sched_setaffinity(0, before)
+        return json.loads(Path(f"{folder}/report.json").read_text())
+
+
+def images_per_second(*arguments, **options):
+    return script(*arguments, **options)["images_per_second"]
+
+
+def compare(what, first, second, pairs, scale=1.0):
+    """Print the median of first()/second()·scale over interleaved pairs, and its range."""
+    ratios = []
+    for number in range(pairs):
+        # Every other pair the other way round, so that neither side always runs on the warmer machine.
+        sides = {}
+        for side in (first, second) if number % 2 == 0 else (second, first):
+            sides[side] = side()
+        ratios.append(sides[first] / sides[second] * scale)
+        print(f"  {what}, pair {number + 1}: {sides[first]:,.0f} against {sides[second]:,.0f} images/s, "
+              f"{ratios[-1]:.2f}", flush=True)
+    median = statistics.median(ratios)
+    print(f"{what}: {median:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}, {pairs} pairs)\n", flush=True)
+    return median
+
+
+def loop(pairs, limit):
+    """Script 01 against the articles' recipe, float32, batch 100, as many threads."""
+    threads = usable_cores()
+    compare(f"script 01 to the articles' recipe, float32, {threads} threads",
+            lambda: images_per_second("01_single_device", "--threads", str(threads), "--limit", str(limit)),
+            lambda: subprocess_recipe(threads, limit), pairs)
+
+
+def subprocess_recipe(threads, limit):
+    """articles_recipe in a process of its own, as the script has one."""
+    code = f"import speed; print(speed.articles_recipe({threads}, {limit}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, text=True,
+                          stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return float(done.stdout)
+
+
+def mixed(pairs, limit):
+    """bfloat16 against the articles' recipe (float32) and against float32 in our own script."""
+    found = cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}
+    print(f"instructions for bfloat16: {', '.join(sorted(found)) or 'none on this CPU'}")
+    if not found:
+        limit = min(limit, 3000)  # emulated, and slow
+    threads = usable_cores()
+    options = ["--threads", str(threads), "--limit", str(limit)]
+    compare("script 04 in bfloat16 to the articles' recipe in float32",
+            lambda: images_per_second("04_mixed_precision", "--amp", "bfloat16", *options),
+            lambda: subprocess_recipe(threads, limit), pairs)
+    compare("script 04, bfloat16 to float32",
+            lambda: images_per_second("04_mixed_precision", "--amp", "bfloat16", *options),
+            lambda: images_per_second("04_mixed_precision", *options), pairs)
+
+
+def scaling(pairs, limit):
+    """Two processes with a core each against one process with one core: 1.0 is twice as fast."""
+    for batch_size in (100, 400):
+        options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(limit)]
+        compare(f"two processes to twice one process, batch {batch_size}",
+                lambda: images_per_second("03_torchrun", *options, processes=2),
+                lambda: images_per_second("01_single_device", *options, cores=1), pairs, scale=0.5)
+    independent(pairs, limit)
+    where_the_time_goes(limit)
+
+
+def independent(pairs, limit):
+    """Two processes that know nothing of each other: what the two cores give without any communication."""
+    options = ["--threads", "1", "--batch-size", "100", "--limit", str(limit)]
+
+    def both():
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda _: images_per_second("01_single_device", *options), range(2)))
+
+    compare("two independent processes to twice one process, batch 100", both,
+            lambda: images_per_second("01_single_device", *options, cores=1), pairs, scale=0.5)
+
+
+def where_the_time_goes(limit):
+    """A step's collectives alone: the broadcast of batch norm's buffers and the all-reduce of all gradients."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           "benchmarks/collectives.py"], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE,
+                          env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
+    print(done.stdout)
+
+
+COMPARISONS = {"loop": loop, "scaling": scaling, "mixed": mixed}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="*", choices=[*COMPARISONS, []], help="all without")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--limit", type=int, default=12000, help="images a run")
+    args = parser.parse_args()
+    print(f"{usable_cores()} cores, PyTorch {torch.__version__}\n")
+    for name in args.which or COMPARISONS:
+        COMPARISONS[name](args.pairs, args.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""The scripts, run as a reader runs them: what they compute, what they refuse, and what they leave behind.
+
+A test whose name has ``03_`` in it belongs to script 03: `make test NB=03` chooses by that.
+"""
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_tutorial.machines import free_port
+from ddp_tutorial.model import ConvNet
+from ddp_tutorial.report import params_sha256
+
+ROOT = Path(__file__).parents[1]
+KEYS = {
+    "script", "data", "device", "backend", "world_size", "batch_size", "global_batch_size", "epochs", "steps",
+    "train_loss", "test_accuracy", "test_samples", "seconds", "images_per_second", "params_sha256", "torch",
+}  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ENVIRONMENT = os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def start(*command, **environment):
+    """Start a command at the repository's root. `01`, `02`… as its first word is that script."""
+    command = [str(word) for word in command]
+    if re.fullmatch(r"\d\d", command[0]):
+        command = [sys.executable, script(command[0]), *command[1:]]
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | environment, text=True, encoding="utf-8",
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True)
+
+
+def finish(process, status=0, limit=100):
+    """Its standard output and standard error, once it has ended with `status`."""
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"no end after {limit} s\n{out}\n{err}")
+    assert process.returncode == status, f"exit status {process.returncode}\n{out}\n{err}"
+    return out, err
+
+
+def run(*command, status=0, **environment):
+    return finish(start(*command, **environment), status)
+
+
+def script(number):
+    (path,) = (ROOT / "scripts").glob(f"{number}_*.py")
+    return str(path)
+
+
+class Trained:
+    """What a training left: the report, the weights, and what it printed."""
+
+    def __init__(self, folder, launcher, *options):
+        options = ["--data", "printed", "--device", "cpu", "--threads", 1, *options]
+        files = ["--json", folder / "report.json", "--checkpoint", folder / "weights.pt"]
+        self.out, self.err = run(*launcher, *options, *files)
+        self.report = json.loads((folder / "report.json").read_text())
+        self.weights = torch.load(folder / "weights.pt", weights_only=True)
+
+    def furthest_from(self, other):
+        assert self.weights.keys() == other.weights.keys() and len(self.weights) >= 6
+        return max((self.weights[name] - other.weights[name]).abs().max().item() for name in self.weights)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """`trained(launcher, options…)`: a Trained, made once for the same words."""
+    made = {}
+
+    def get(launcher, *options):
+        key = str((launcher, options))
+        if key not in made:
+            made[key] = Trained(tmp_path_factory.mktemp("trained"), launcher, *options)
+        return made[key]
+
+    return get
+
+
+TWENTY_STEPS = ["--limit", 2000]
+EXACT = [*TWENTY_STEPS, "--norm", "none", "--dtype", "float64"]
+
+
+def torchrun(number, processes=2, *options):
+    return [*TORCHRUN, processes, *options, script(number)]
+
+
+def test_01_reports_what_it_did(trained):
+    one = trained(["01"], *TWENTY_STEPS)
+    report = one.report
+    assert KEYS <= report.keys()
+    assert (report["script"], report["data"], report["device"]) == ("01_single_device.py", "printed", "cpu")
+    assert (report["world_size"], report["global_batch_size"], report["steps"]) == (1, 100, 20)
+    assert len(report["step_loss"]) == 20 and len(report["train_loss"]) == 1
+    assert sum(report["step_loss"]) / 20 == pytest.approx(report["train_loss"][0])
+    assert report["step_loss"][0] == pytest.approx(2.4, abs=0.5), "a model that knows nothing is at log 10"
+    assert report["step_loss"][-1] < report["step_loss"][0] / 2
+    assert report["test_samples"] == 2000
+    assert 0 < report["images_per_second"] < 1e6
+    model = ConvNet()
+    model.load_state_dict(one.weights)
+    assert params_sha256(model) == report["params_sha256"]
+    assert f"{report['test_accuracy']:.2%} of 2,000 right" in one.out
+    assert one.err == "", "no warnings"
+
+
+def test_01_accuracy_is_that_of_the_checkpoint(trained):
+    from ddp_tutorial.data import load_datasets
+
+    one = trained(["01"], *TWENTY_STEPS)
+    model = ConvNet()
+    model.load_state_dict(one.weights)
+    model.eval()
+    _, test_set = load_datasets("printed", limit=2000, say=None)
+    images, labels = test_set[range(2000)]
+    with torch.no_grad():
+        correct = (model(images).argmax(1) == labels).sum().item()
+    assert correct / 2000 == pytest.approx(one.report["test_accuracy"], abs=0.0011)
+
+
+def test_02_two_processes_of_50_are_one_of_100(trained):
+    one = trained(["01"], *EXACT)
+    two = trained(["02"], *EXACT, "--batch-size", 50)
+    assert two.report["global_batch_size"] == one.report["global_batch_size"] == 100
+    assert one.furthest_from(two) <= 1e-12
+    assert two.report["step_loss"] == pytest.approx(one.report["step_loss"], abs=1e-10)
+    assert two.report["test_accuracy"] == one.report["test_accuracy"]
+    assert two.report["test_samples"] == 2000
+    assert len(two.report["rank_params_sha256"]) == 2 and len(set(two.report["rank_params_sha256"])) == 1
+    assert two.out.count(two.report["params_sha256"][:12]) == 2
+    assert not any(name.startswith("module.") for name in two.weights)
+    assert two.err == "", "no warnings"
+
+
+def test_02_shards_may_be_uneven_or_empty(trained):
+    """In the second step 3 ranks have 17, 17 and 16 images, and 2 ranks 1 and none: the gradient is still that of the
+    global mean."""
+    for processes, limit in ((3, 200), (2, 101)):
+        options = ["--limit", limit, "--norm", "none", "--dtype", "float64"]
+        one = trained(["01"], *options, "--batch-size", 50 * processes)
+        several = trained(["02", "--nproc", processes], *options, "--batch-size", 50)
+        assert several.report["steps"] == one.report["steps"] == 2
+        assert one.furthest_from(several) <= 1e-12
+        assert several.report["test_samples"] == limit
+        assert several.report["test_accuracy"] == one.report["test_accuracy"]
+
+
+def test_02_batch_norm_survives_an_empty_shard(trained):
+    two = trained(["02"], "--limit", 101, "--batch-size", 50)
+    assert all(tensor.isfinite().all() for tensor in two.weights.values())
+
+
+def test_02_two_machines_are_as_two_processes(tmp_path, trained):
+    port = free_port()
+    options = ["--data", "printed", "--device", "cpu", "--threads", 1, *TWENTY_STEPS, "--batch-size", 50]
+    machine = ["02", "--nodes", 2, "--nproc", 1, "--master-port", port, *options, "--node-rank"]
+    first, second = start(*machine, 0, "--json", tmp_path / "0.json"), start(*machine, 1)
+    finish(first)
+    out, _ = finish(second)
+    assert out == "", "only rank 0 speaks, on machine 0"
+    report = json.loads((tmp_path / "0.json").read_text())
+    assert report["params_sha256"] == trained(["02"], *TWENTY_STEPS, "--batch-size", 50).report["params_sha256"]
+
+
+def test_02_unequal_machines_are_refused():
+    machine = ["02", "--nodes", 2, "--data", "printed", "--master-port", free_port()]
+    first = start(*machine, "--node-rank", 0, "--nproc", 1)
+    second = start(*machine, "--node-rank", 1, "--nproc", 2)
+    for process in (first, second):
+        out, err = finish(process, status=2, limit=40)
+        assert err.count("\n") == 1
+        assert "machine 0 was given --nodes 2 --nproc 1, but machine 1 --nodes 2 --nproc 2" in err
+
+
+@pytest.mark.parametrize("where", ["tcp", "file"])
+def test_02_other_meeting_points(where, tmp_path, trained):
+    method = f"tcp://127.0.0.1:{free_port()}" if where == "tcp" else f"file://{tmp_path}/meet"
+    two = trained(["02", "--init-method", method], *TWENTY_STEPS, "--batch-size", 50)
+    assert two.report["world_size"] == 2
+    assert len(set(two.report["rank_params_sha256"])) == 1
+
+
+def test_02_checkpoint_every_n_epochs(tmp_path):
+    """Three epochs and --save-every 2: the file is that of epoch 2."""
+    options = ["--data", "printed", "--device", "cpu", "--limit", 200, "--lr", 0.01]
+    path = tmp_path / "weights.pt"
+    run("02", *options, "--epochs", 3, "--save-every", 2, "--checkpoint", path, "--json", tmp_path / "3.json")
+    model = ConvNet()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    assert model.block1[1].num_batches_tracked == 2  # a step an epoch
+    assert params_sha256(model) != json.loads((tmp_path / "3.json").read_text())["params_sha256"]
+    assert list(tmp_path.iterdir()) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_02_a_failing_worker_ends_the_job(tmp_path):
+    """The script of the notebook in which rank 1 divides by zero while rank 0 waits for it."""
+    notebook = json.loads((ROOT / "notebooks/02_ddp_spawn.ipynb").read_text())
+    (cell,) = (cell for cell in notebook["cells"] if cell["id"] == "part-failure")
+    path = tmp_path / "failure.py"
+    path.write_text("".join(cell["source"]).split("\n", 1)[1])
+    began = time.monotonic()
+    _, err = run(sys.executable, path, status=1)
+    assert time.monotonic() - began < 60
+    assert "Process 1 terminated" in err or "process 1 terminated" in err.lower()
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_03_is_02_under_another_launcher(trained):
+    spawned = trained(["02"], *TWENTY_STEPS, "--batch-size", 50)
+    launched = trained(torchrun("03"), *TWENTY_STEPS, "--batch-size", 50)
+    assert launched.report["params_sha256"] == spawned.report["params_sha256"]
+    assert launched.report["step_loss"] == spawned.report["step_loss"]
+
+
+def test_03_killed_and_resumed_is_never_killed(tmp_path, trained):
+    epochs = ["--limit", 600, "--epochs", 3]
+    whole = trained(torchrun("03"), *epochs)
+    killed = Trained(tmp_path, torchrun("03", 2, "--max-restarts", 1), *epochs,
+                     "--snapshot", tmp_path / "snapshot.pt", "--kill-after", 2)
+    assert "killed after epoch 2, on purpose" in killed.out
+    assert "resumed after epoch 2" in killed.out
+    assert killed.out.count("epoch 3/3") == 1 and killed.out.count("epoch 2/3") == 1
+    assert killed.report["params_sha256"] == whole.report["params_sha256"]
+    assert killed.report["step_loss"] == whole.report["step_loss"] and len(whole.report["step_loss"]) == 9
+
+
+def test_03_without_restarts_a_kill_is_a_failure_that_loses_nothing(tmp_path):
+    options = ["--data", "printed", "--device", "cpu", "--limit", 300, "--snapshot", tmp_path / "snapshot.pt"]
+    run(*torchrun("03"), *options, "--epochs", 2, "--kill-after", 1, status=1)
+    snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    assert snapshot["epoch"] == 1
+    assert len(snapshot["optimizer"]["state"]) == 10
+    assert all((state["momentum_buffer"] != 0).any() for state in snapshot["optimizer"]["state"].values())
+    # Another model's snapshot is refused, in one line, and stays as it is.
+    before = (tmp_path / "snapshot.pt").read_bytes()
+    _, err = run(*torchrun("03", 1), *options, "--width", 2, status=1)
+    refusals = [line for line in err.splitlines() if line.startswith("03_torchrun.py: ")]
+    assert len(refusals) == 1 and "'width': 1" in refusals[0] and "'width': 2" in refusals[0]
+    assert (tmp_path / "snapshot.pt").read_bytes() == before
+
+
+def test_03_a_broken_snapshot_is_named(tmp_path):
+    (tmp_path / "snapshot.pt").write_bytes(b"PK\x03\x04 not a snapshot")
+    options = ["--data", "printed", "--device", "cpu", "--limit", 100, "--snapshot", tmp_path / "snapshot.pt"]
+    _, err = run(*torchrun("03", 1), *options, status=1)
+    assert f"{tmp_path}/snapshot.pt is not a snapshot of this script" in err
+    assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\x03\x04 not a snapshot"
+
+
+def test_04_off_is_03(trained):
+    plain = trained(torchrun("03"), *TWENTY_STEPS, "--batch-size", 50)
+    off = trained(torchrun("04"), *TWENTY_STEPS, "--batch-size", 50)
+    assert off.report["params_sha256"] == plain.report["params_sha256"]
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_04_sixteen_bits_learn_the_same(amp, trained):
+    off = trained(torchrun("04"), *TWENTY_STEPS, "--batch-size", 50)
+    mixed = trained(torchrun("04"), *TWENTY_STEPS, "--batch-size", 50, "--amp", amp)
+    assert mixed.report["params_sha256"] != off.report["params_sha256"], "it did compute in another format"
+    assert mixed.report["train_loss"][0] == pytest.approx(off.report["train_loss"][0], rel=0.03)
+    assert {tensor.dtype for tensor in mixed.weights.values()} == {torch.float32, torch.int64}
+    assert mixed.report["loss_scale"] == (65536.0 if amp == "float16" else 1.0)
+
+
+def test_04_clips_and_keeps_the_scale(tmp_path):
+    """A scale that is far too high is halved until it fits; the snapshot has it, and the next run begins with it."""
+    options = ["--data", "printed", "--device", "cpu", "--limit", 300, "--amp", "float16", "--lr", 1e-3]
+    files = ["--snapshot", tmp_path / "snapshot.pt", "--json", tmp_path / "report.json"]
+    run(*torchrun("04", 1), *options, *files, "--clip-norm", 1e-6)
+    snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    start_weights = ConvNet_at_start()
+    moved = max((snapshot["model"][name] - start_weights[name]).abs().max().item()
+                for name in start_weights if name.endswith(("weight", "bias")))
+    assert 0 < moved < 1e-7, "gradients of length 1e-6 move nothing far"
+    snapshot["scaler"]["scale"] = 2.0**40
+    torch.save(snapshot, tmp_path / "snapshot.pt")
+    run(*torchrun("04", 1), *options, *files, "--epochs", 2)
+    assert json.loads((tmp_path / "report.json").read_text())["loss_scale"] < 2.0**40
+
+
+def ConvNet_at_start():
+    torch.manual_seed(0)
+    return ConvNet().state_dict()
+
+
+REFUSED = [
+    ("--epochs -1", "argument --epochs: -1 is not a whole number of at least 1"),
+    ("--batch-size 0", "argument --batch-size: 0 is not a whole number of at least 1"),
+    ("--lr nan", "argument --lr: nan is not a number above 0"),
+    ("--seed x", "argument --seed: x is not a whole number of at least 0"),
+    ("--epoch 3", "unrecognized arguments: --epoch 3"),
+    ("--norm layer", "argument --norm: invalid choice: 'layer'"),
+    ("--json", "argument --json: expected one argument"),
+    ("--json README.md/x.json", "cannot write README.md/x.json"),
+    ("--checkpoint scripts", "cannot write scripts (it is a folder)"),
+    ("--device cuda", "needs a GPU for each of"),
+    ("--data mnist --data-dir {tmp}", "MNIST"),
+]
+REFUSED_BY = {
+    "02": [
+        ("--nodes 2 --node-rank 2 --master-port 1", "--node-rank 2 does not exist among --nodes 2"),
+        ("--nodes 2", "need one --master-port"),
+        ("--master-port {taken}", "cannot listen on 127.0.0.1:{taken}"),
+        ("--nproc 0", "argument --nproc: 0 is not a whole number of at least 1"),
+        ("--device mps", "--device mps serves one process, not 2"),
+    ],
+    "03": [("", "start this script with torchrun")],
+    "04": [
+        ("--amp int8", "argument --amp: invalid choice: 'int8'"),
+        ("--clip-norm 0", "argument --clip-norm: 0 is not a number above 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "line"),
+    [(number, *case) for number in ("01", "02") for case in REFUSED]
+    + [(number, *case) for number, cases in REFUSED_BY.items() for case in cases],
+    ids=lambda value: value if re.fullmatch(r"\d\d", value) else value[:30] + "_",
+)
+def test_refuses_in_one_line(number, options, line, tmp_path, monkeypatch, capfd):
+    """Run in this process, for speed: it must end before it starts any other."""
+    import socket
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # Nothing answers there, at once: no test waits for a download.
+    monkeypatch.setenv("DDP_TUTORIAL_MNIST_URL", f"http://127.0.0.1:{free_port()}/")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **__: pytest.fail("processes were started"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = {"tmp": tmp_path, "taken": taken.getsockname()[1]}
+        monkeypatch.setattr("sys.argv", [script(number), *options.format(**words).split()])
+        with pytest.raises(SystemExit) as refusal:
+            runpy.run_path(script(number), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert refusal.value.code == 2
+    assert line.format(**words) in err
+    assert err.count("\n") == 1 and err.startswith(f"{Path(script(number)).name}: ")
+
+
+def test_02_a_gpu_for_each_process_or_a_way_out(monkeypatch, capfd):
+    """With one GPU for two processes, --device cuda names both ways out, before any process is started."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr("sys.argv", [script("02"), "--device", "cuda"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(script("02"), run_name="__main__")
+    assert capfd.readouterr().err == (
+        "02_ddp_spawn.py: --device cuda needs a GPU for each of 2 processes, found 1: use --nproc 1 or --device cpu\n")
+
+
+OFFLINE = """
+import sys, time
+from ddp_tutorial.launch import launch
+began = time.monotonic()
+launch(sys.argv[1])
+print("seconds:", time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize("command", [
+    "python scripts/02_ddp_spawn.py --data printed --limit 200",
+    "torchrun --standalone --nproc-per-node 2 scripts/03_torchrun.py --data printed --limit 200",
+], ids=["02_spawn", "03_torchrun"])
+def test_offline_with_an_unknown_host_name(command):
+    """In a network namespace with nothing but loopback, on a host whose name nobody knows."""
+    inside = ["unshare", "--net", "--uts", "--map-root-user", "sh", "-c"]
+    prepare = "ip link set lo up && hostname no-such-host-as-this && exec \"$@\""
+    possible = subprocess.run([*inside, prepare, "sh", "true"], capture_output=True, text=True)
+    if possible.returncode:
+        pytest.skip(f"no network namespaces here: {possible.stderr.strip()}")
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PET_LOCAL_ADDR"}
+    began = time.monotonic()
+    finished = subprocess.run([*inside, prepare, "sh", sys.executable, "-c", OFFLINE, command], cwd=ROOT,
+                              env=environment, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("weights") == 2
+    assert time.monotonic() - began < 60, "a name that nobody knows must not be waited for"
