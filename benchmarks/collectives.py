@@ -30,7 +30,8 @@ def main():
     reduce = median_ms(lambda: dist.all_reduce(gradients))
     broadcast = median_ms(lambda: dist.broadcast(buffers, 0))
     if dist.get_rank() == 0:
-        print(f"a step's collectives alone, 2 processes: all-reduce of {gradients.numel():,} gradients {reduce:.2f} ms,"
+        print("a step's collectives alone, 2 processes:"
+              f" all-reduce of {gradients.numel():,} gradients {reduce:.2f} ms,"
               f" broadcast of {buffers.numel()} buffer values {broadcast:.2f} ms")
     dist.destroy_process_group()
 

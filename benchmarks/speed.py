@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ddp_tutorial.data import load_datasets
@@ -144,8 +145,8 @@ def scaling(pairs, limit):
     for batch_size in (100, 400):
         options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(limit)]
         compare(f"two processes to twice one process, batch {batch_size}",
-                lambda: images_per_second("03_torchrun", *options, processes=2),
-                lambda: images_per_second("01_single_device", *options, cores=1), pairs, scale=0.5)
+                partial(images_per_second, "03_torchrun", *options, processes=2),
+                partial(images_per_second, "01_single_device", *options, cores=1), pairs, scale=0.5)
     independent(pairs, limit)
     where_the_time_goes(limit)
 
@@ -155,8 +156,6 @@ def independent(pairs, limit):
     options = ["--threads", "1", "--batch-size", "100", "--limit", str(limit)]
 
     def both():
-        from concurrent.futures import ThreadPoolExecutor
-
         with ThreadPoolExecutor(2) as pool:
             return sum(pool.map(lambda _: images_per_second("01_single_device", *options), range(2)))
 
