@@ -442,6 +442,8 @@ def _cleaner():
     anywhere = re.compile(rf"(?<![\w.~-])({'|'.join(map(re.escape, longest_first))})(?![\w-])(?!\.\w)(/(?=[\w.])|)")
     host = re.escape(socket.gethostname())
     rules = [
+        # Harmless, and only where the machine's own name is unknown, such as on a laptop offline.
+        (r"^(?:\[\d+\] )?\[W[^\n]* The hostname of the client socket cannot be retrieved\.[^\n]*\n", ""),
         (r"(<tmp>/(?:tmp|torchelastic_))[a-z0-9_]{8}\b", r"\1..."),
         (r"(?<!\w)(pid\s*[:= ]\s*)\d+", r"\1<pid>"),
         (r"(?<=Sending process )\d+|(?<=Terminating process )\d+", "<pid>"),

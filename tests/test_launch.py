@@ -301,6 +301,7 @@ def test_what_differs_from_run_to_run_is_replaced(project, capsys, monkeypatch):
         print("{home}/x {tmp}/y {tmp}/tmpab12_xyz/z", os.__file__)
         print(threading.__file__ and "pid: 123 (pid=45) PID 6789 rapid 7")
         print("[W1129 22:44:42.123456789 ProcessGroupGloo.cpp:514] Warning: x")
+        print("[W1129 22:44:42.1 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3")
         print("W1129 22:44:42.123000 4242 torch/run.py:766] y")
         print("  time      : 2026-11-29_22:44:42")
         print("  host      : some.laptop.example")
