@@ -48,7 +48,10 @@ def backend_for(device):
 
 
 def usable_cores():
-    """CPU cores that this process may run on."""
+    """CPU cores that this process may run on; `%%launch` divides them among the commands it runs together."""
+    share = os.environ.get("DDP_TUTORIAL_CORES")
+    if share:
+        return int(share)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -82,6 +85,8 @@ def count(number, noun):
 
 def _users_omp_threads():
     value = os.environ.get("OMP_NUM_THREADS", "")
+    if "DDP_TUTORIAL_CORES" in os.environ:
+        return None  # then %launch has set the other, too
     if value == "1" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         # torchrun sets 1 by itself. What the user had set is in the environment that torchrun was started with.
         try:

@@ -173,11 +173,17 @@ def _environment():
 def _settings(commands):
     """For each command, the environment variables that the reader would set by hand, unless the reader did."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // sum(_processes(command.words, cores) for command in commands))
+    share = max(1, cores // len(commands))
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     settings = []
     for command in commands:
-        wanted = {"OMP_NUM_THREADS": str(threads)}
+        # Waiting threads sleep: else they keep the cores from whatever else runs, and training crawls.
+        wanted = {"OMP_WAIT_POLICY": "PASSIVE"}
+        if "OMP_NUM_THREADS" not in os.environ | command.env:
+            # The first is for every program; the second lets our scripts divide by the processes that they start
+            # themselves, which cannot be seen here, and tells them that the reader has not chosen the first.
+            wanted["OMP_NUM_THREADS"] = str(max(1, share // _processes(command.words, share)))
+            wanted["DDP_TUTORIAL_CORES"] = str(share)
         if _on_one_machine(command):
             # torchrun looks up the machine's own name, which takes minutes where it is unknown (a laptop offline).
             wanted["PET_LOCAL_ADDR"] = "127.0.0.1"

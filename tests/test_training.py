@@ -15,7 +15,7 @@ from ddp_tutorial.model import ConvNet, warm_up_then_decay
 def cores(monkeypatch):
     monkeypatch.setattr(device, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "DDP_TUTORIAL_CORES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -29,6 +29,16 @@ def test_threads(asked, omp, processes, wanted, cores, monkeypatch):
     lines = []
     assert device.set_threads(asked, processes, say=lines.append) == wanted
     assert lines[0].startswith(f"threads: {wanted} in ")
+
+
+def test_threads_under_launch_are_those_of_a_terminal(monkeypatch):
+    """%launch sets OMP_NUM_THREADS before it can know how many processes a script starts: that is no wish."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("DDP_TUTORIAL_CORES", "8")
+    assert device.set_threads(None, 2, say=None) == 4
+    monkeypatch.setenv("DDP_TUTORIAL_CORES", "2")
+    assert device.set_threads(None, 1, say=None) == 2
 
 
 @pytest.mark.parametrize(("users", "wanted"), [({}, 4), ({"OMP_NUM_THREADS": "1"}, 1)])
