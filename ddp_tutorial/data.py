@@ -93,8 +93,12 @@ def _load(data, data_dir, limit, say, retry):
             f"MNIST is not on this machine ({why}). Put {', '.join(MNIST_MD5)}, each as it is or with .gz, "
             f"into {folder / 'MNIST' / 'raw'}; or download now: {again}"
         )
-    source, name = ("mnist", "MNIST") if files else ("printed", f"printed digits (no MNIST: {why})" if why else "printed digits")
-    train_images, train_labels, test_images, test_labels = files or _printed(folder)
+    if files:
+        source, name = "mnist", "MNIST"
+    else:
+        source, name = "printed", f"printed digits (no MNIST: {why})" if why else "printed digits"
+        files = _printed(folder)
+    train_images, train_labels, test_images, test_labels = files
     train_set = ImageSet(train_images[:limit], train_labels[:limit].long(), source)
     test_set = ImageSet(test_images[:limit], test_labels[:limit].long(), source)
     say(f"data: {name}, {len(train_set):,} training and {len(test_set):,} test images")
@@ -104,8 +108,12 @@ def _load(data, data_dir, limit, say, retry):
 # --- Reading
 
 
+def _md5(content):
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
 def _read_idx(path, md5):
-    """An IDX file (uint8, big-endian header), plain or .gz, as a tensor of its shape. DataError names what is wrong."""
+    """An IDX file (big-endian header, then uint8), plain or .gz, as a tensor of its shape. DataError if it is bad."""
 
     def wrong(what):
         return DataError(f"{path} {what}. Delete it, or put a good copy in its place.")
@@ -128,7 +136,7 @@ def _read_idx(path, md5):
     size = start + torch.Size(shape).numel()
     if len(content) != size:
         raise wrong(f"is {'cut short' if len(content) < size else 'too long'}: {len(content):,} of {size:,} bytes")
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+    if _md5(content) != md5:
         raise wrong("does not hold what it should (its md5 is another)")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).view(shape)
 
@@ -262,8 +270,7 @@ def _printed(folder):
                 raw.mkdir(parents=True)
                 for file, content in contents.items():
                     (raw / file).write_bytes(content)
-                sums = (f"{hashlib.md5(c, usedforsecurity=False).hexdigest()}  {file}\n" for file, c in contents.items())
-                (raw / "md5sums").write_text("".join(sums))
+                (raw / "md5sums").write_text("".join(f"{_md5(c)}  {file}\n" for file, c in contents.items()))
                 shutil.rmtree(place / name, ignore_errors=True)  # of no use, or it would have been read
                 os.rename(incomplete / name, place / name)
         return files

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # NumPy and Matplotlib are imported where they are used: who only reads the finished files needs neither.
 
-VERSION = 1  # part of the name of the folder that caches the images: raise it when they change
+VERSION = 2  # part of the name of the folder that caches the images: raise it when they change
 
 # The fonts of Matplotlib 3.8 and later that have digits of one height on one line, so neither cmmi10 (old-style
 # figures) nor cmti10 (new in 3.11).
@@ -25,6 +25,7 @@ FONTS = [
 WEIGHTS = 3  # each glyph is drawn this often, each time with a fatter pen
 CANVAS = 128  # and on 128 x 128 dots,
 DOTS = 4  # of which 4 x 4 make a pixel
+EDGE = [0, 1, -2, -1]  # rows and columns of the final image that stay empty
 
 
 def outline(font, character):
@@ -113,38 +114,39 @@ def draw(glyphs, labels, random):
 
     n = len(labels)
     variant = random.randint(glyphs.shape[1], size=n, dtype=np.int32)
-    glyph = ((labels * glyphs.shape[1] + variant) * CANVAS**2)[:, None, None]
+    glyph = ((labels * glyphs.shape[1] + variant) * CANVAS**2)[:, None, None]  # its place in `glyphs`
     phase = random.randint(256, size=(6, n, 1), dtype=np.int32)
     speckle = np.frombuffer(random.bytes(n * 28 * 28), np.uint8).reshape(n, 28, 28)
     # All else comes from numbers between -256 and 256, most of them near 0.
     bell = random.randint(-64, 65, size=(4, 19, n, 1), dtype=np.int32).sum(0, dtype=np.int32)
-    width, height, turn, slant, right, down, more_ink, fading, speckling = bell[:9]
-    bend, length, fade_across, fade_down = bell[9:13], (bell[13:17] + 256) // 100 + 3, bell[17] // 64, bell[18] // 64
+    width, height, turn, slant, more_ink, fading, speckling = bell[:7]
+    bend, length, fade_across, fade_down = bell[7:11], (bell[11:15] + 256) // 100 + 3, bell[15] // 64, bell[16] // 64
 
     # Where on the canvas does a pixel look? Distances in half pixels, places in 1/256 of a dot: 512 to a half pixel.
     steps = 2 * np.arange(28, dtype=np.int32) - 27
-    waves = wave(phase[:4] + length * steps) * bend * 7 // 16
-    x_by_column = (640 + width * 5 // 4) * steps + waves[0] // 4 + right * 8
-    x_by_row = (slant * 7 // 4 + turn * 3 // 2) * steps + waves[1]
+    waves = (wave(phase[:4] + length * steps) - wave(phase[:4])) * bend * 5 // 16  # they leave the middle in place
+    x_by_column = (640 + width * 5 // 4) * steps + waves[0] // 4
+    x_by_row = ((slant + turn) * 3 // 2) * steps + waves[1]
     y_by_column = (-turn * 3 // 2) * steps + waves[2]
-    y_by_row = (640 + height) * steps + waves[3] // 4 + down * 8
+    y_by_row = (640 + height) * steps + waves[3] // 4
+    middle = (bell[17:19] // 10 + CANVAS // 2) * 256
     images = np.empty((n, 28, 28), np.uint8)
     todo = np.arange(n)
     while len(todo):
-        x = (x_by_column[todo, None, :] + x_by_row[todo, :, None]) // 256 + CANVAS // 2
-        y = (y_by_column[todo, None, :] + y_by_row[todo, :, None]) // 256 + CANVAS // 2
+        x = (x_by_column + middle[0])[todo, None, :] + x_by_row[todo, :, None] >> 8  # that is, divided by 256
+        y = (y_by_column + middle[1])[todo, None, :] + y_by_row[todo, :, None] >> 8
         ink = glyphs.ravel()[glyph[todo] + y.clip(0, CANVAS - 1) * CANVAS + x.clip(0, CANVAS - 1)]
         images[todo] = ink
-        # Where a digit reaches the frame, part of it may be cut off: look again, from further away.
-        todo = todo[ink[:, [0, -1]].any((1, 2)) | ink[:, :, [0, -1]].any((1, 2))]
+        # Where ink comes near the frame, some may be beyond it: look again, from further away.
+        todo = todo[ink[:, EDGE].any((1, 2)) | ink[:, :, EDGE].any((1, 2))]
         for place in (x_by_column, x_by_row, y_by_column, y_by_row):
             place[todo] = place[todo] * 9 // 8
 
     # More ink or less, fading along a wave, speckled: in 1/256, never so little that the digit cannot be seen.
     across, along = wave(phase[4] + fade_across * steps)[:, None, :], wave(phase[5] + fade_down * steps)[:, :, None]
-    faded = np.maximum(across + along, 0) * abs(fading)[:, :, None] * 7 // 512
-    ink = images * np.maximum(256 + more_ink[:, :, None] // 2 - faded, 112) // 256
-    ink -= ink * (speckle * abs(speckling)[:, :, None] // 256) // 256
+    faded = np.maximum(across + along, 0) * (abs(fading) * 5)[:, :, None] >> 8
+    ink = images * np.maximum(256 + more_ink[:, :, None] // 2 - faded, 128) >> 8
+    ink -= ink * (speckle * np.minimum(abs(speckling) * 2, 224)[:, :, None] >> 8) >> 8
     return np.minimum(ink, 255).astype(np.uint8)
 
 
@@ -160,6 +162,6 @@ def printed_digits(counts=(60_000, 10_000), seed=0):
         chunks = np.split(labels, range(500, count, 500))  # so few that they stay in the processor's cache
         randoms = [np.random.RandomState([seed, number, chunk]) for chunk in range(len(chunks))]
         with ThreadPoolExecutor() as pool:  # NumPy computes outside Python's lock
-            images = np.concatenate(list(pool.map(draw, repeat(glyphs), chunks, randoms)))
+            images = np.concatenate([*pool.map(draw, repeat(glyphs), chunks, randoms)])
         sets.append((images, labels.astype(np.uint8)))
     return sets

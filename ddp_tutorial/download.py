@@ -49,14 +49,20 @@ def fastest_first(mirrors):
 
 
 def download(folder, mirror=None):
-    """The four files of MNIST, packed and unpacked, into folder/MNIST/raw; each step adds to the output or to a file,
-    which is how the parent sees that something still moves."""
+    """The four files of MNIST, packed and unpacked, into folder/MNIST/raw. The output and the files grow for as long
+    as something moves, which is how the parent tells a slow download from one that hangs."""
     socket.setdefaulttimeout(SOCKET_LIMIT)
     mirrors = fastest_first([mirror] if mirror else MIRRORS)
-    print(f"{mirrors[0]} answers", flush=True)
+    loaded = threading.Event()
+
+    def tick():
+        while not loaded.wait(1):
+            print(f"{mirrors[0]} answers, loading torchvision", flush=True)
+
+    threading.Thread(target=tick, daemon=True).start()
     from torchvision.datasets import MNIST
 
-    print("torchvision is loaded", flush=True)
+    loaded.set()
     MNIST.mirrors = mirrors
     if mirror:  # may serve files that were packed again; the parent checks them unpacked
         MNIST.resources = [(name, None) for name, _ in MNIST.resources]
