@@ -249,6 +249,16 @@ MISTAKES = [
         "largest_safe_scale([tensor([100000.0])]) gave 1.0, wanted 0.5",
     ),
     (
+        "04_loss_scale",
+        """
+    scale = 2.0**30
+    while scale * max(g.abs().max().item() for g in gradients) >= 65504:
+        scale /= 2
+    return scale
+""",
+        "gave 32768.0, wanted 65536.0",
+    ),
+    (
         "04_clip",
         """
     norm = torch.cat([g.flatten() for g in gradients]).norm().item()

@@ -174,7 +174,8 @@ def test_float_formats_draw_every_bit_and_range():
 
 
 def test_gradients_below_float16_are_counted():
-    gradients = torch.tensor([[0.0, 2.0**-26, -(2.0**-30)], [-1.0, 1e-3, 1e6]])
+    # 1.5 * 2**-25 is below float16's smallest number, 2**-24, but rounds up to it.
+    gradients = torch.tensor([[0.0, 2.0**-26, -(2.0**-30)], [-1.5 * 2.0**-25, 1e-3, 1e6]])
     figure = pictures.float_formats(gradients)
     histogram = figure.axes[1]
     texts = [text.get_text() for text in histogram.get_legend().get_texts()]
