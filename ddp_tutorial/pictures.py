@@ -72,7 +72,7 @@ def loss_curves(runs, title=None):
     for (label, report), (colour, line) in zip(runs.items(), RUN_LINES * len(runs), strict=False):
         losses = report["step_loss"]
         seen = [step * report["global_batch_size"] for step in range(1, len(losses) + 1)]
-        smooth = _running_mean(losses, reach=len(losses) // 40)
+        smooth = _running_mean(losses, reach=len(losses) // 60)
         axes.plot(seen, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(seen, smooth, line, color=colour, linewidth=2, label=f"{label}: {smooth[-1]:.3f} at the end")
     axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
@@ -115,6 +115,8 @@ def prediction_grid(images, labels, predictions, count=12, title=None):
     pairs = list(zip(labels.tolist(), predictions.tolist(), strict=True))[:count]
     captions = [f"true {true}, said {said}" for true, said in pairs]
     wrong = int((labels != predictions).sum())
+    if wrong == len(labels):
+        title = title or f"{wrong:,} digits that the model read wrongly (the first {len(pairs)})"
     title = title or f"Of these {len(labels):,} digits the model read {wrong:,} wrongly"
     shown = images[:count].reshape(-1, *images.shape[-2:])
     figure = _picture_grid(shown, captions + [""] * (count - len(captions)), title, columns=6)
@@ -189,7 +191,7 @@ def throughput_bars(runs, title=None):
     axes.margins(x=0.25)
     axes.set(xlabel="images per second (longer is faster)")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title(title or f"Training speed, against “{next(iter(runs))}”")
+    axes.set_title(title or "Training speed" + (f", against “{next(iter(runs))}”" if len(runs) > 1 else ""))
     return figure
 
 

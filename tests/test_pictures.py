@@ -128,6 +128,8 @@ def test_prediction_grid_says_true_and_said_and_marks_the_wrong():
     assert bold == [True, False, True, *[False] * 9]
     assert figure.get_suptitle() == "Of these 3 digits the model read 2 wrongly"
     assert len(pictures.prediction_grid(images[:0], [], []).axes) == 12
+    all_wrong = pictures.prediction_grid(images, [4, 5, 6], [9, 9, 9], count=2)
+    assert all_wrong.get_suptitle() == "3 digits that the model read wrongly (the first 2)"
 
 
 def test_throughput_bars_have_lengths_and_ratios():
@@ -136,6 +138,9 @@ def test_throughput_bars_have_lengths_and_ratios():
     assert [bar.get_width() for bar in axes.patches] == [2000, 3900]
     assert [text.get_text() for text in axes.texts] == ["2,000  (1.00 ×)", "3,900  (1.95 ×)"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["one", "two"]
+    assert axes.get_title("left") == "Training speed, against “one”"
+    alone = pictures.throughput_bars({"one": {"images_per_second": 2000.0}}).axes[0]
+    assert alone.get_title("left") == "Training speed"
 
 
 def test_rank_bars_notice_a_difference_in_the_last_bit():
