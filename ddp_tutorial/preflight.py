@@ -80,7 +80,7 @@ def main(arguments=None):
 
 
 def python_facts():
-    return f"{platform.python_version()} on {platform.platform(terse=True)} ({platform.machine()})"
+    return f"{platform.python_version()} on {platform.system()} ({platform.machine()})"
 
 
 def torch_facts():
