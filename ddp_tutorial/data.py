@@ -15,6 +15,7 @@ import contextlib
 import gzip
 import hashlib
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -88,10 +89,10 @@ def _load(data, data_dir, limit, say, retry):
     folder = Path(data_dir or os.environ.get("DDP_TUTORIAL_DATA") or project_root() / "data").expanduser()
     files, why = (None, "") if data == "printed" else _mnist(folder, say, retry)
     if files is None and data == "mnist":
-        again = "python -m ddp_tutorial.data --data mnist" + (f" --data-dir {data_dir}" if data_dir else "")
+        given = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""
         raise DataError(
             f"MNIST is not on this machine ({why}). Put {', '.join(MNIST_MD5)}, each as it is or with .gz, "
-            f"into {folder / 'MNIST' / 'raw'}; or download now: {again}"
+            f"into {folder / 'MNIST' / 'raw'}; or download now: python -m ddp_tutorial.data --data mnist{given}"
         )
     if files:
         source, name = "mnist", "MNIST"
@@ -160,6 +161,7 @@ def _writable(folder):
             place = place.expanduser()
             place.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place).close()
+            open(place / ".lock", "a").close()  # which may be another user's
             return place
     return None
 

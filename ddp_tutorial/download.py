@@ -26,7 +26,7 @@ def fastest_first(mirrors):
 
     def ask(mirror):
         try:
-            with urllib.request.urlopen(mirror + "t10k-labels-idx1-ubyte.gz", timeout=ANSWER_LIMIT) as response:
+            with urllib.request.urlopen(mirror + "t10k-labels-idx1-ubyte.gz") as response:
                 answers.put((mirror, None if response.read(1) else "an empty answer"))
         except Exception as error:
             answers.put((mirror, getattr(error, "reason", error)))
@@ -52,7 +52,7 @@ def download(folder, mirror=None):
     """The four files of MNIST, packed and unpacked, into folder/MNIST/raw. The output and the files grow for as long
     as something moves, which is how the parent tells a slow download from one that hangs."""
     socket.setdefaulttimeout(SOCKET_LIMIT)
-    mirrors = fastest_first([mirror] if mirror else MIRRORS)
+    mirrors = fastest_first([mirror.rstrip("/") + "/"] if mirror else MIRRORS)
     loaded = threading.Event()
 
     def tick():
