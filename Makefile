@@ -7,6 +7,9 @@
 
 VENV ?= .venv
 export VENV PYTHON TORCH_INDEX
+
+# Waiting threads sleep. Else they keep the cores busy, and training on a machine with other work to do crawls.
+export OMP_WAIT_POLICY ?= PASSIVE
 python = $(VENV)/bin/python
 
 # pytest takes a test whose file or name has "03_" in it

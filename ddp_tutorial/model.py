@@ -58,13 +58,13 @@ def norm_layer(norm, channels):
     raise ValueError(f"unknown norm {norm!r}: use one of {', '.join(NORMS)}")
 
 
-def warm_up_then_decay(total_steps, warm_up=0.2):
+def warm_up_then_decay(total_steps, shortest_warm_up=60):
     """A learning-rate factor for `torch.optim.lr_scheduler.LambdaLR`: up to 1 over the first fifth, then down to 0.
 
     Args:
         total_steps: optimizer steps of the whole training.
-        warm_up: share of them in which the factor rises.
+        shortest_warm_up: steps; a short training ends its warm-up before it gets to 1.
     """
-    rising = max(1, int(total_steps * warm_up))
-    falling = max(1, total_steps - rising)
-    return lambda step: min((step + 1) / rising, max(0.0, (total_steps - step) / falling))
+    rising = max(shortest_warm_up, total_steps / 5)
+    falling = total_steps * 4 / 5
+    return lambda step: max(0.0, min(1.0, (step + 1) / rising, (total_steps - step) / falling))

@@ -13,7 +13,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 STUBS = {
     "00_ranks": '''
 def rank_of(node_rank, local_rank, processes_per_node):
-    """The rank of process `local_rank` on node `node_rank`; every node runs `processes_per_node`."""
+    """The rank of process `local_rank` of node `node_rank`; each node has `processes_per_node`."""
 ''',
     "00_workers": '''
 def workers(nodes, processes_per_node):
@@ -45,7 +45,7 @@ import torch
 
 
 def average_gradients(gradients):
-    """gradients[rank][k] is tensor k on that rank. Return the list of the tensors' means over ranks.
+    """gradients[rank][k] is tensor k on that rank. Return the list of the means over ranks.
 
     The tensors that were passed in stay as they are.
     """
@@ -63,8 +63,8 @@ import torch
 
 
 def save_atomically(state, path):
-    """Save `state` with torch.save so that `path` (a pathlib.Path) holds the old file or the new one
-    in full at every moment, whatever fails."""
+    """Save `state` with torch.save so that `path` (a pathlib.Path) holds the old file or the new
+    one in full at every moment, whatever fails."""
 ''',
     "04_loss_scale": '''
 import torch

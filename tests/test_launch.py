@@ -58,7 +58,7 @@ def project(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "scripts/launcher.py").write_text(textwrap.dedent(LAUNCHER))
-    for name in ("OMP_NUM_THREADS", "PET_LOCAL_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR",
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "DDP_TUTORIAL_CORES", "PET_LOCAL_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR",
                  "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path / "notebooks")
@@ -522,26 +522,26 @@ def test_the_first_failure_ends_all(project, token, capsys):
 
 SHOW = """
 import os
-names = "DDP_TUTORIAL_CORES OMP_NUM_THREADS PET_LOCAL_ADDR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PYTHONUNBUFFERED FORCE_COLOR MPLBACKEND"
+names = "OMP_WAIT_POLICY DDP_TUTORIAL_CORES OMP_NUM_THREADS PET_LOCAL_ADDR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PYTHONUNBUFFERED FORCE_COLOR MPLBACKEND"
 print(*(os.environ.get(name, "-") for name in names.split()))
 """
 
 
 @pytest.mark.parametrize("command, shown", [
-    ("python scripts/show.py", "8 8 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --nproc 3", "8 2 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --nproc_per_node=2", "8 4 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --nproc-per-node 20", "8 1 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --nproc-per-node gpu", "8 1 127.0.0.1 LO LO - - -"),
-    ("OMP_NUM_THREADS=5 python scripts/show.py --nproc 2", "- 5 127.0.0.1 LO LO - - -"),
-    ("GLOO_SOCKET_IFNAME=eth7 PET_LOCAL_ADDR=::1 python scripts/show.py", "8 8 ::1 eth7 LO - - -"),
-    ("python scripts/show.py --master-addr 10.0.0.5", "8 8 - - - - - -"),
-    ("python scripts/show.py --master_addr=127.0.0.1", "8 8 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --rdzv-endpoint=localhost:29400", "8 8 127.0.0.1 LO LO - - -"),
-    ("python scripts/show.py --rdzv_endpoint node1:29400", "8 8 - - - - - -"),
-    ("python scripts/show.py --init-method tcp://node1:29400", "8 8 - - - - - -"),
-    ("python scripts/show.py --init-method file:///tmp/x", "8 8 127.0.0.1 LO LO - - -"),
-    ("MASTER_ADDR=node1 python scripts/show.py", "8 8 - - - - - -"),
+    ("python scripts/show.py", "PASSIVE 8 8 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --nproc 3", "PASSIVE 8 2 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --nproc_per_node=2", "PASSIVE 8 4 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --nproc-per-node 20", "PASSIVE 8 1 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --nproc-per-node gpu", "PASSIVE 8 1 127.0.0.1 LO LO - - -"),
+    ("OMP_NUM_THREADS=5 python scripts/show.py --nproc 2", "PASSIVE - 5 127.0.0.1 LO LO - - -"),
+    ("GLOO_SOCKET_IFNAME=eth7 PET_LOCAL_ADDR=::1 python scripts/show.py", "PASSIVE 8 8 ::1 eth7 LO - - -"),
+    ("python scripts/show.py --master-addr 10.0.0.5", "PASSIVE 8 8 - - - - - -"),
+    ("python scripts/show.py --master_addr=127.0.0.1", "PASSIVE 8 8 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --rdzv-endpoint=localhost:29400", "PASSIVE 8 8 127.0.0.1 LO LO - - -"),
+    ("python scripts/show.py --rdzv_endpoint node1:29400", "PASSIVE 8 8 - - - - - -"),
+    ("python scripts/show.py --init-method tcp://node1:29400", "PASSIVE 8 8 - - - - - -"),
+    ("python scripts/show.py --init-method file:///tmp/x", "PASSIVE 8 8 127.0.0.1 LO LO - - -"),
+    ("MASTER_ADDR=node1 python scripts/show.py", "PASSIVE 8 8 - - - - - -"),
 ])
 def test_what_a_command_finds_in_its_environment(project, capsys, monkeypatch, command, shown):
     (project / "scripts/show.py").write_text(SHOW)
@@ -557,11 +557,11 @@ def test_threads_are_shared_by_all_commands_and_the_readers_own_choice_stays(pro
     (project / "scripts/show.py").write_text(SHOW)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     launch("", "python scripts/show.py --nproc 2\npython scripts/show.py --nproc 2")
-    assert re.findall(r"^\[\d\] (\d+ \d+)", capsys.readouterr().out, re.MULTILINE) == ["4 2", "4 2"]
+    assert re.findall(r"^\[\d\] PASSIVE (\d+ \d+)", capsys.readouterr().out, re.MULTILINE) == ["4 2", "4 2"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PET_LOCAL_ADDR", "127.0.0.9")
     launch("python scripts/show.py --nproc 2")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("- 7 127.0.0.9 ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASSIVE - 7 127.0.0.9 ")
 
 
 def test_programs_are_those_of_the_kernels_own_environment(project, capsys, monkeypatch):

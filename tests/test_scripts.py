@@ -26,7 +26,9 @@ KEYS = {
     "train_loss", "test_accuracy", "test_samples", "seconds", "images_per_second", "params_sha256", "torch",
 }  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-ENVIRONMENT = os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = os.environ | {
+    "PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
 
 
 def start(*command, **environment):

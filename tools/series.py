@@ -26,7 +26,7 @@ from nbconvert import HTMLExporter
 
 CELL_TIMEOUT = 300  # seconds; %launch gives up long before
 SHOWN_LINES = 20  # of a failing cell and of its output
-MACHINE_PATH = r"/(?:home|root|tmp|work|opt|mnt|var|Users|private)/|site-packages|\bobject at 0x"
+MACHINE_PATH = r"/(?:home|root|tmp|work|opt|mnt|var|Users|private)/|(?<!<)site-packages|\bobject at 0x"
 LARGEST_PICTURE = 200_000  # characters of base64
 
 
