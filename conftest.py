@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--launches", type=int, default=4, help="launches in a row in tests/test_soak.py (default 4)")
+    parser.addoption("--launches", type=int, default=2, help="launches in a row in tests/test_soak.py (default 2)")
 
 
 def is_notebook_cell(item):

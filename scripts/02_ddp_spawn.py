@@ -9,6 +9,7 @@ python scripts/02_ddp_spawn.py --nodes 2 --node-rank 0 --nproc 8 \\
 
 
 # %% Imports
+import gc
 import os
 import sys
 import time
@@ -208,6 +209,8 @@ def worker(local_rank, args):
         set_threads(args.threads, args.nproc, say=print if rank == 0 else None)
         train(args, device, rank, world_size)
     finally:
+        # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
+        gc.collect()
         dist.destroy_process_group()
 
 

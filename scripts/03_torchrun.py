@@ -11,6 +11,7 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 scripts/03_torchrun.py
 
 
 # %% Imports
+import gc
 import os
 import signal
 import sys
@@ -44,6 +45,11 @@ def parse_args():
 
 
 # %% Process group
+def restarts():
+    """How often torchrun has started the workers again."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
 def join_process_group(args):
     """Meet the other processes. Returns this one's rank, how many there are, and its device."""
     rank = int(os.environ["RANK"])
@@ -54,8 +60,12 @@ def join_process_group(args):
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    # When torchrun starts the workers again, its store still holds the addresses of those that
+    # failed. A prefix for each attempt keeps the new ones from calling them, and waiting for ever.
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt {restarts()}", store)
     # Blocks until all of world_size processes have come.
-    dist.init_process_group(backend_for(device))
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
     return rank, world_size, device
 
 
@@ -259,11 +269,6 @@ def train(args, device, rank, world_size):
             rank_params_sha256=fingerprints)
 
 
-def restarts():
-    """How often torchrun has started the workers again."""
-    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-
 @record
 def main():
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -274,6 +279,8 @@ def main():
             args.threads, int(os.environ["LOCAL_WORLD_SIZE"]), say=print if rank == 0 else None)
         train(args, device, rank, world_size)
     finally:
+        # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
+        gc.collect()
         dist.destroy_process_group()
 
 

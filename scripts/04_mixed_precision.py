@@ -9,6 +9,7 @@ torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \\
 
 
 # %% Imports
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,11 @@ def parse_args():
 
 
 # %% Process group
+def restarts():
+    """How often torchrun has started the workers again."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
 def join_process_group(args):
     """Meet the other processes. Returns this one's rank, how many there are, and its device."""
     rank = int(os.environ["RANK"])
@@ -62,8 +68,12 @@ def join_process_group(args):
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    # When torchrun starts the workers again, its store still holds the addresses of those that
+    # failed. A prefix for each attempt keeps the new ones from calling them, and waiting for ever.
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt {restarts()}", store)
     # Blocks until all of world_size processes have come.
-    dist.init_process_group(backend_for(device))
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
     return rank, world_size, device
 
 
@@ -284,11 +294,6 @@ def train(args, device, rank, world_size):
             rank_params_sha256=fingerprints, amp=args.amp, loss_scale=scaler.get_scale())
 
 
-def restarts():
-    """How often torchrun has started the workers again."""
-    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-
 @record
 def main():
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -299,6 +304,8 @@ def main():
             args.threads, int(os.environ["LOCAL_WORLD_SIZE"]), say=print if rank == 0 else None)
         train(args, device, rank, world_size)
     finally:
+        # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
+        gc.collect()
         dist.destroy_process_group()
 
 

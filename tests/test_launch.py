@@ -58,7 +58,8 @@ def project(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "scripts/launcher.py").write_text(textwrap.dedent(LAUNCHER))
-    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "DDP_TUTORIAL_CORES", "PET_LOCAL_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR",
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "DDP_TUTORIAL_CORES", "PET_LOCAL_ADDR",
+                  "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR",
                  "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path / "notebooks")
@@ -522,7 +523,8 @@ def test_the_first_failure_ends_all(project, token, capsys):
 
 SHOW = """
 import os
-names = "OMP_WAIT_POLICY DDP_TUTORIAL_CORES OMP_NUM_THREADS PET_LOCAL_ADDR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PYTHONUNBUFFERED FORCE_COLOR MPLBACKEND"
+names = "OMP_WAIT_POLICY DDP_TUTORIAL_CORES OMP_NUM_THREADS PET_LOCAL_ADDR "
+names += "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PYTHONUNBUFFERED FORCE_COLOR MPLBACKEND"
 print(*(os.environ.get(name, "-") for name in names.split()))
 """
 
