@@ -28,16 +28,14 @@ def say_hello(rank, world_size, port):
     """What every process runs. mp.spawn passes the rank, which is all that tells them apart."""
     meeting_point = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=world_size)
-    try:
-        number = torch.tensor(rank + 1)
-        dist.all_reduce(number)
-        lines = [None] * world_size
-        line = f"[rank {rank}] hello! I brought {rank + 1}, the sum is {number}"
-        dist.all_gather_object(lines, line)
-        if rank == 0:
-            print(*lines, sep="\n")
-    finally:
-        dist.destroy_process_group()
+    number = torch.tensor(rank + 1)
+    dist.all_reduce(number)
+    lines = [None] * world_size
+    line = f"[rank {rank}] hello! I brought {rank + 1}, the sum is {number}"
+    dist.all_gather_object(lines, line)
+    if rank == 0:
+        print(*lines, sep="\n")
+    dist.destroy_process_group()
 
 
 def main():

@@ -62,6 +62,14 @@ def join_process_group(args, local_rank):
     return rank, world_size, device
 
 
+def leave_process_group():
+    """Call it after success only: when one rank fails, leaving would make the others fail before
+    anybody has seen whose failure it was."""
+    # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
+    gc.collect()
+    dist.destroy_process_group()
+
+
 # %% Data
 class ShardBatches:
     """This rank's part of every global batch: a list of sample numbers a step.
@@ -205,13 +213,9 @@ def worker(local_rank, args):
     """What every process runs. mp.spawn passes its number on this machine, the local rank."""
     sys.stdout.reconfigure(line_buffering=True)
     rank, world_size, device = join_process_group(args, local_rank)
-    try:
-        set_threads(args.threads, args.nproc, say=print if rank == 0 else None)
-        train(args, device, rank, world_size)
-    finally:
-        # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
-        gc.collect()
-        dist.destroy_process_group()
+    set_threads(args.threads, args.nproc, say=print if rank == 0 else None)
+    train(args, device, rank, world_size)
+    leave_process_group()
 
 
 def main():

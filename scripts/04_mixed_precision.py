@@ -77,6 +77,14 @@ def join_process_group(args):
     return rank, world_size, device
 
 
+def leave_process_group():
+    """Call it after success only: when one rank fails, leaving would make the others fail before
+    anybody has seen whose failure it was."""
+    # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
+    gc.collect()
+    dist.destroy_process_group()
+
+
 # %% Data
 class ShardBatches:
     """This rank's part of every global batch: a list of sample numbers a step.
@@ -299,14 +307,10 @@ def main():
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     args = parse_args()
     rank, world_size, device = join_process_group(args)
-    try:
-        set_threads(
-            args.threads, int(os.environ["LOCAL_WORLD_SIZE"]), say=print if rank == 0 else None)
-        train(args, device, rank, world_size)
-    finally:
-        # The DDP wrapper must go first: its threads would outlive the group, and abort the exit.
-        gc.collect()
-        dist.destroy_process_group()
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    set_threads(args.threads, local_world_size, say=print if rank == 0 else None)
+    train(args, device, rank, world_size)
+    leave_process_group()
 
 
 if __name__ == "__main__":
