@@ -244,10 +244,14 @@ def run_all_reduce(backend, processes):
     ranks = [spawn.Process(target=_add_up, args=(rank, backend, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()
-    while running := [process.sentinel for process in ranks if process.exitcode is None]:
-        multiprocessing.connection.wait(running)
+    while True:
+        # First who runs, then who has failed: one that fails in between is still waited for, and found next time.
+        running = [process.sentinel for process in ranks if process.exitcode is None]
         if any(process.exitcode for process in ranks):
             os.killpg(0, signal.SIGKILL)  # else the others wait for the one that failed
+        if not running:
+            break
+        multiprocessing.connection.wait(running)
 
 
 def _end_with_parent():

@@ -193,7 +193,7 @@ def test_02_checkpoint_every_n_epochs(tmp_path):
     run("02", "--nproc", 1, *options, "--checkpoint", path)
     model = ConvNet()
     model.load_state_dict(torch.load(path, weights_only=True))
-    assert model.block1[1].num_batches_tracked == 2  # a step an epoch
+    assert model.block1[1].num_batches_tracked == 4  # two steps an epoch
     assert params_sha256(model) != json.loads((tmp_path / "3.json").read_text())["params_sha256"]
     assert list(tmp_path.iterdir()) and not list(tmp_path.glob("*.tmp"))
 
@@ -235,7 +235,7 @@ def test_03_killed_and_resumed_is_never_killed(tmp_path, trained):
     assert "resumed after epoch 2" in out and "epoch 3/3" in out and "epoch 2/3" not in out
     resumed = json.loads((tmp_path / "report.json").read_text())
     assert resumed["params_sha256"] == whole.report["params_sha256"]
-    assert resumed["step_loss"] == whole.report["step_loss"] and len(whole.report["step_loss"]) == 9
+    assert resumed["step_loss"] == whole.report["step_loss"] and len(whole.report["step_loss"]) == 18
     # Another model's snapshot is refused, in one line, and stays as it is.
     before = path.read_bytes()
     _, err = run(*torchrun("03", 1), "--data", "printed", *epochs, "--snapshot", path, "--width", 2, status=1)
@@ -279,10 +279,10 @@ def test_04_float16_learns_the_same_clips_and_keeps_its_scale(tmp_path, trained)
     sixteen_bits_learn_the_same(trained(["01"], *TWENTY_STEPS), mixed)
     snapshot = torch.load(path, weights_only=True)
     assert mixed.report["loss_scale"] == snapshot["scaler"]["scale"] == 65536.0
-    snapshot["scaler"]["scale"] = 2.0**40
+    snapshot["scaler"]["scale"] = 2.0**24
     torch.save(snapshot, path)
     again = Trained(tmp_path, torchrun("04", 1), *options, "--epochs", 2, "--clip-norm", 1e-6)
-    assert again.report["loss_scale"] < 2.0**40
+    assert 1 <= again.report["loss_scale"] < 2.0**24
     moved = max((again.weights[name] - tensor).abs().max().item() for name, tensor in mixed.weights.items()
                 if name.endswith(("weight", "bias")))
     assert moved > 0
