@@ -43,5 +43,6 @@ reset: ## bring back scripts/ and notebooks/ as committed; your edits go to buil
 soak: setup ## launch a two-process script 50 times in a row
 	$(python) -m pytest tests/test_soak.py --launches 50
 
+# Alone on the machine, threads may wait as PyTorch lets them: that is what a reader's terminal does, too.
 bench: setup ## measure the figures in README.md
-	$(python) benchmarks/speed.py
+	env -u OMP_WAIT_POLICY $(python) benchmarks/speed.py

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ddp_tutorial.cost import fit_cost_model
 from ddp_tutorial.data import load_datasets
 from ddp_tutorial.device import cpu_features, usable_cores
 
@@ -143,7 +144,8 @@ def mixed(pairs, limit):
 def scaling(pairs, limit):
     """Two processes with a core each against one process with one core: 1.0 is twice as fast."""
     for batch_size in (100, 400):
-        options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(limit)]
+        images = min(60000, limit * batch_size // 100)  # as many steps, whatever the batch
+        options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(images)]
         compare(f"two processes to twice one process, batch {batch_size}",
                 partial(images_per_second, "03_torchrun", *options, processes=2),
                 partial(images_per_second, "01_single_device", *options, cores=1), pairs, scale=0.5)
@@ -171,7 +173,22 @@ def where_the_time_goes(limit):
     print(done.stdout)
 
 
-COMPARISONS = {"loop": loop, "scaling": scaling, "mixed": mixed}
+def by_hand(pairs, limit):
+    """The stages of script 06 against DDP, and a cost model of the all-reduce against measurement."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "by_hand.json")
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                        "benchmarks/by_hand.py", "--rounds", str(pairs), "--json", path], cwd=ROOT, check=True,
+                       env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
+        times = {int(size): seconds for size, seconds in json.loads(path.read_text())["sizes"]["all_reduce"].items()}
+    alpha, beta = fit_cost_model({size: times[size] for size in list(times)[::2]})
+    print(f"all-reduce: {1e6 * alpha:.0f} microseconds + {1e9 * beta:.2f} ns a byte, fitted to every other size")
+    for size in list(times)[1::2]:
+        predicted = alpha + beta * size
+        print(f"  {size:>10,} bytes: {1000 * predicted:6.2f} ms predicted, {1000 * times[size]:6.2f} measured")
+
+
+COMPARISONS = {"loop": loop, "scaling": scaling, "mixed": mixed, "by_hand": by_hand}
 
 
 def main():

@@ -19,6 +19,7 @@ from pathlib import Path
 from ddp_tutorial.paths import project_root
 
 SECONDS = 20
+RANK_SECONDS = 5  # how long one rank may wait for another
 
 
 def check(path):
@@ -89,6 +90,8 @@ def _judge(path, name, cases):
             got = run()
             if not same(got, wanted):
                 return f"not yet: {call} gave {shown(got)}, wanted {shown(wanted)}"
+        except RankTrouble as trouble:
+            return f"not yet: {call} failed: {trouble}"
         except BaseException as error:
             return f"not yet: {call} {_described(error, path)}"
     return f"passed: {number} cases"
@@ -255,6 +258,148 @@ def clip_cases(function):
     )(function)
 
 
+class RankTrouble(Exception):
+    """What went wrong on a rank, in words for the reader."""
+
+
+def on_ranks(path, world_size, target):
+    """What ``target(path)`` returns on each of `world_size` ranks. Raises RankTrouble."""
+    from ddp_tutorial.ranks import RankFailed, run_on_ranks
+
+    try:
+        return run_on_ranks(world_size, target, path, seconds=RANK_SECONDS)
+    except RankFailed as failure:
+        lines = [line for name, line in failure.frames if name == path]
+        where = f" (line {lines[-1]})" if lines else ""
+        message = " ".join(str(failure).split())[:200]
+        if "Timed out" in message or "timed out" in message or "did not end" in message:
+            message = f"rank {failure.rank} waited in vain for another rank"
+        raise RankTrouble(f"{message}{where}") from None
+
+
+class SendAndRecvOnly:
+    """Stands for torch.distributed while a reader's function runs: counts rounds, and refuses the ready-made ways.
+
+    A round is the time that one message takes; a rank sends or receives one message at a time. Each message is
+    followed by the number of the round in which it was sent, so every rank knows in which round it is.
+    """
+
+    def __init__(self):
+        import torch.distributed as dist
+
+        self.dist, self.rounds = dist, 0
+        self.originals = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
+
+    def __enter__(self):
+        refused = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
+                   "all_to_all", "all_to_all_single", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
+                   "broadcast_object_list", "gather_object", "scatter_object_list", "reduce_scatter_tensor",
+                   "all_gather_into_tensor", "send_object_list", "recv_object_list")
+        for name in refused:
+            setattr(self.dist, name, partial(self._refuse, name))
+        self.dist.send, self.dist.recv = self._send, self._recv
+        return self
+
+    def __exit__(self, *_):
+        for name, function in self.originals.items():
+            setattr(self.dist, name, function)
+
+    @staticmethod
+    def _refuse(name, *_, **__):
+        raise RuntimeError(f"dist.{name} is not for this exercise: use dist.send and dist.recv")
+
+    def _send(self, tensor, dst):
+        import torch
+
+        self.rounds += 1
+        self.originals["send"](tensor, dst)
+        self.originals["send"](torch.tensor([self.rounds]), dst)
+
+    def _recv(self, tensor, src):
+        import torch
+
+        self.originals["recv"](tensor, src)
+        sent_in = torch.zeros(1, dtype=torch.int64)
+        self.originals["recv"](sent_in, src)
+        self.rounds = max(self.rounds + 1, sent_in.item())
+
+
+def defined_in(path, name):
+    """The function `name` of the exercise at `path`, absolute or relative to the series' folder."""
+    path = project_root() / path
+    namespace = {"__name__": path.stem, "__file__": str(path)}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    return namespace[name]
+
+
+def all_reduce_on_rank(path):
+    import torch
+    import torch.distributed as dist
+
+    function = defined_in(path, "all_reduce")
+    tensor = 10.0 ** dist.get_rank() * torch.arange(1.0, 4.0)
+    with SendAndRecvOnly():
+        function(tensor)
+    return tensor.tolist()
+
+
+def all_reduce_cases(function):
+    path = function.__globals__["__file__"]
+    for world_size in (2, 3, 4):
+        total = sum(10.0**rank for rank in range(world_size))
+        wanted = [[total, 2 * total, 3 * total]] * world_size
+        call = f"all_reduce on {world_size} ranks, that have [1, 2, 3], [10, 20, 30] and so on,"
+        yield call, partial(on_ranks, path, world_size, all_reduce_on_rank), wanted
+
+
+def broadcast_on_rank(path):
+    import torch
+    import torch.distributed as dist
+
+    function = defined_in(path, "broadcast")
+    tensor = torch.arange(3.0) + 10 * (dist.get_rank() + 1)
+    with SendAndRecvOnly() as counting:
+        function(tensor)
+    return tensor.tolist(), counting.rounds
+
+
+def broadcast_cases(function):
+    path = function.__globals__["__file__"]
+    for world_size, fewest in ((2, 1), (3, 2), (4, 2), (8, 3)):
+        rounds = []
+
+        def values(world_size=world_size, rounds=rounds):
+            found = on_ranks(path, world_size, broadcast_on_rank)
+            rounds += [rounds for _, rounds in found]
+            return [values for values, _ in found]
+
+        call = f"broadcast on {world_size} ranks"
+        yield call, values, [[10.0, 11.0, 12.0]] * world_size
+        yield f"the rounds of {call}", partial(max, rounds), fewest
+
+
+def average_on_rank(path):
+    import torch
+    import torch.distributed as dist
+
+    function = defined_in(path, "average_gradients")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1))
+    model[1].weight.requires_grad_(False)  # frozen: it has no gradient
+    trained = [model[0].weight, model[1].bias]
+    for number, parameter in enumerate(trained, 1):
+        parameter.grad = torch.full_like(parameter, number * 12.0 * dist.get_rank())
+    function(model)
+    return [parameter.grad.flatten().tolist() for parameter in trained]
+
+
+def average_on_ranks_cases(function):
+    path = function.__globals__["__file__"]
+    for world_size in (2, 3, 4):
+        mean = 12.0 * sum(range(world_size)) / world_size
+        call = f"average_gradients on {world_size} ranks, with gradients of 0, 12 … and of 0, 24 …,"
+        yield call, partial(on_ranks, path, world_size, average_on_rank), [[[mean, mean], [2 * mean]]] * world_size
+
+
 # File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).
 EXERCISES = {
     "00_ranks": (
@@ -312,6 +457,20 @@ EXERCISES = {
     "03_atomic_save": ("save_atomically", atomic_save_cases, True),
     "04_loss_scale": ("largest_safe_scale", loss_scale_cases, True),
     "04_clip": ("clip_scaled", clip_cases, True),
+    "05_all_reduce": ("all_reduce", all_reduce_cases, True),
+    "05_broadcast": ("broadcast", broadcast_cases, True),
+    "06_average": ("average_gradients", average_on_ranks_cases, True),
+    "06_step_seconds": (
+        "step_seconds",
+        table(
+            (([1.0], [100], 0.5, 0.01), 2.5),  # one bucket
+            (([1.0, 2.0], [0, 0], 0.25, 0.01), 2.25),  # hidden behind the backward pass
+            (([1.0, 1.1, 1.2], [100, 100, 100], 0.0, 0.01), 4.0),  # they queue
+            (([1.0, 5.0, 5.5], [100, 100, 50], 0.5, 0.01), 7.5),  # a pause in between
+            (([0.1, 0.2, 0.3, 0.4], [10, 10, 10, 10], 1.0, 0.0), 4.1),  # alpha again and again
+        ),
+        False,
+    ),
 }
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ MARKER = re.compile(r"^# %% (?P<name>.*\S)[ \t]*\n?", re.MULTILINE)
 ANY_MARKER = re.compile(r"^[ \t]*#[ \t]*%%")
 NAME = re.compile(r"(?!-)[^\W_](?:[^\W_]|[ -])*")
 STEP = re.compile(r"(\d\d)_\w+\.py")
+# A step builds on the one before it. These do not: 05 starts anew, and 06 takes DDP out of 02.
+BUILDS_ON = {"05": None, "06": "02"}
 USAGE = "%%part PATH NAME [--after NAME], and the section's text below that line"
 
 
@@ -135,9 +137,9 @@ def _listing(names):
 
 
 def previous_step(path, root=None):
-    """The script that the step in `path` (``scripts/NN_topic.py``) builds on: the highest-numbered lower one.
+    """The script that the step in `path` (``scripts/NN_topic.py``) builds on: see BUILDS_ON.
 
-    Returns a path, or None for the first step and for files that are not steps. It looks at the files on disk.
+    Returns a path, or None for a step that starts anew and for files that are no steps. It looks at the files on disk.
     """
     folder = (root or project_root()) / "scripts"
     path = Path(path)
@@ -145,6 +147,8 @@ def previous_step(path, root=None):
     if not step or (root or project_root()) / path.parent != folder:
         return None
     others = [other for other in folder.glob("[0-9][0-9]_*.py") if STEP.fullmatch(other.name)]
+    if step[1] in BUILDS_ON:
+        others = [other for other in others if other.name[:2] == BUILDS_ON[step[1]]]
     return max((other for other in others if other.name[:2] < step[1]), default=None)
 
 
@@ -330,5 +334,5 @@ def _steps(step):
         raise PartError(f'no script of step "{step}" in scripts/; name a step as in show_diff("02")')
     old = previous_step(found[0].relative_to(root), root)
     if old is None:
-        raise PartError(f"scripts/{found[0].name} is the first step: there is none before it")
+        raise PartError(f"scripts/{found[0].name} starts anew: there is no step that it changes")
     return old, found[0]

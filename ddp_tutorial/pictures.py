@@ -31,6 +31,7 @@ STYLE = {
 }
 REPEATED = {"fill": False, "linewidth": 2, "zorder": 3}
 UNSEEN = {"fill": False, "linewidth": 0.5, "linestyle": ":"}
+COMPUTED = {"facecolor": "#DDDDDD", "edgecolor": "white"}
 LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
 
@@ -217,6 +218,169 @@ def per_rank_bars(rows, title=None, ylabel="value"):
     axes.set(ylabel=ylabel)
     axes.set_title(title or "What each rank holds")
     _rank_legend(figure, ranks)
+    return figure
+
+
+@plt.rc_context(STYLE)
+def collective(title, rows):
+    """Every rank's numbers before and after a collective. A number in a rank's colour came from that rank.
+
+    rows: ``(before, after)`` for each rank, lists of numbers. A number that no rank had before is drawn in grey: it
+    was computed on the way.
+    """
+    came_from = {number: rank for rank, (before, _) in reversed(list(enumerate(rows))) for number in before}
+    widest = [max([1, *(len(row[side]) for row in rows)]) for side in (0, 1)]
+    second = widest[0] + 1.6  # where the right half begins
+    figure, axes = _subplots(figsize=(min(9, 0.55 * (second + widest[1]) + 1.4), 0.42 * len(rows) + 1.1))
+    for row, (before, after) in enumerate(rows):
+        for start, numbers in ((0, before), (second, after)):
+            for place, number in enumerate(numbers):
+                rank = came_from.get(number)
+                look = COMPUTED if rank is None else _rank_look(rank)
+                axes.add_patch(Rectangle((start + place, row - 0.4), 1, 0.8, **look))
+                axes.text(start + place + 0.5, row, _short(number), ha="center", va="center", fontsize=8,
+                          bbox=LABEL_BOX, zorder=4)
+            if not numbers:
+                axes.text(start + 0.1, row, "nothing", va="center", fontsize=9, color="#666666")
+    middle = (len(rows) - 1) / 2
+    axes.annotate("", (second - 0.3, middle), (widest[0] + 0.3, middle), arrowprops={"arrowstyle": "-|>", "lw": 1.5})
+    axes.text(0, -0.55, "before", va="bottom")
+    axes.text(second, -0.55, "after", va="bottom")
+    axes.set(xlim=(-0.1, second + widest[1] + 0.1), ylim=(len(rows) - 0.5, -1))
+    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title)
+    return figure
+
+
+@plt.rc_context(STYLE)
+def message_times(seconds, title=None):
+    """Time and bandwidth of a message, by its size.
+
+    seconds: dict from bytes to seconds, one way.
+    """
+    sizes = [int(size) for size in seconds]
+    times = list(seconds.values())
+    figure, (left, right) = _subplots(1, 2, figsize=(9, 3.2))
+    left.loglog(sizes, [1e6 * time for time in times], "o-", color=RUN_LINES[0][0])
+    left.set(xlabel="bytes in a message", ylabel="microseconds, one way")
+    left.set_title("Small messages all cost the same: latency")
+    right.semilogx(sizes, [size / time / 1e9 for size, time in zip(sizes, times, strict=True)], "s--",
+                   color=RUN_LINES[1][0])
+    right.set(xlabel="bytes in a message", ylabel="gigabytes per second")
+    right.set_title("Large ones use the line: bandwidth")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.set_ylim(bottom=0 if axes is right else None)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+COMPUTE_LOOKS = {
+    "forward": {"facecolor": "#F0E442", "edgecolor": "black"},
+    "backward": {"facecolor": "#56B4E9", "hatch": "//", "edgecolor": "white"},
+    "finish": {"facecolor": "#DDDDDD", "edgecolor": "black"},
+    "optimizer": {"facecolor": "#666666", "hatch": "..", "edgecolor": "white"},
+}
+MESSAGE_LOOK = {"facecolor": WRONG, "edgecolor": "black"}
+
+
+@plt.rc_context(STYLE)
+def timeline(stages, title=None):
+    """The last step of each stage: what every rank computed, and when its messages were on their way.
+
+    stages: dict from a label to a list, for each rank what ``ddp_tutorial.timeline.lanes_of`` returns.
+    """
+    ranks = max(len(lanes) for lanes in stages.values())
+    figure, rows = _subplots(len(stages), 1, figsize=(9, len(stages) * (0.45 * ranks + 0.75) + 0.6), sharex=True,
+                             squeeze=False)
+    for axes, (label, lanes) in zip(rows[:, 0], stages.items(), strict=True):
+        begin = min(start for lane in lanes for _, start, _ in lane["compute"])
+        for rank, lane in enumerate(lanes):
+            for name, start, end in lane["compute"]:
+                axes.broken_barh([(start - begin, end - start)], (2 * rank, 0.9), **COMPUTE_LOOKS[name], linewidth=0.5)
+            for _, start, end in lane["messages"]:
+                axes.broken_barh([(start - begin, end - start)], (2 * rank + 1.05, 0.6), **MESSAGE_LOOK, linewidth=0.5)
+        counts = {len(lane["messages"]) for lane in lanes}
+        axes.set_title(f"{label}: {' or '.join(map(str, sorted(counts)))} messages")
+        names = [name for rank in range(len(lanes)) for name in (f"rank {rank} computes", "its messages")]
+        axes.set_yticks([place + 0.4 for place in range(2 * len(lanes))], names, fontsize=9)
+        axes.set_ylim(2 * len(lanes), -0.2)
+    rows[-1, 0].set_xlabel("milliseconds since the step began")
+    handles = [Patch(label=name, **look) for name, look in {**COMPUTE_LOOKS, "messages": MESSAGE_LOOK}.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+@plt.rc_context(STYLE)
+def ring_steps(ranks=4, title=None):
+    """Who sends which chunk to whom in a ring all-reduce, and whose numbers are summed in it by then.
+
+    The picture is computed by playing the algorithm with sets of ranks in place of sums.
+    """
+    state = [[{rank} for _ in range(ranks)] for rank in range(ranks)]  # state[rank][chunk]
+    moments = [([row[:] for row in state], [])]
+    for step in range(2 * (ranks - 1)):
+        adding = step < ranks - 1
+        # In the second half the sums go round: rank r begins with chunk r + 1, which it has completed.
+        sends = [(rank, (rank - step + (0 if adding else ranks)) % ranks) for rank in range(ranks)]
+        parcels = [(rank, chunk, state[rank][chunk]) for rank, chunk in sends]
+        for rank, chunk, parcel in parcels:
+            right = (rank + 1) % ranks
+            state[right][chunk] = state[right][chunk] | parcel if adding else parcel
+        moments.append(([row[:] for row in state], sends))
+    columns = ranks
+    rows = -(-len(moments) // columns)
+    figure, grid = _subplots(rows, columns, figsize=(9.2, 2.5 * rows + 0.4), squeeze=False)
+    for moment, axes in enumerate(grid.flat):
+        axes.axis("off")
+        if moment >= len(moments):
+            continue
+        held, sends = moments[moment]
+        arrived = {((rank + 1) % ranks, chunk) for rank, chunk in sends}
+        for rank in range(ranks):
+            for chunk in range(ranks):
+                parts = sorted(held[rank][chunk])
+                for place, origin in enumerate(parts):
+                    axes.add_patch(Rectangle((chunk + 0.9 * place / len(parts), rank), 0.9 / len(parts), 0.8,
+                                             linewidth=0.3, **_rank_look(origin)))
+                if (rank, chunk) in arrived:
+                    axes.add_patch(Rectangle((chunk, rank), 0.9, 0.8, **REPEATED))
+            axes.text(-0.15, rank + 0.4, f"rank {rank}", ha="right", va="center", fontsize=8)
+        what = "before" if not moment else f"{moment}. " + ("add" if moment < ranks else "copy")
+        axes.set_title(what, fontsize=10)
+        axes.set(xlim=(-1.4, ranks), ylim=(ranks, -0.1))
+    _rank_legend(figure, ranks, Patch(label="has just come from the rank above", **REPEATED))
+    figure.suptitle(title or "A ring all-reduce: each column is a chunk; a box shows whose numbers are in the sum",
+                    x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+@plt.rc_context(STYLE)
+def prediction(measured, predicted, others=None, ranges=None, title=None):
+    """Measured times of an all-reduce by its size, against those that a cost model predicts.
+
+    measured: dict from bytes to seconds. predicted: dict from a label to such a dict. others: further measurements.
+    ranges: dict from bytes to the shortest and the longest of the measured times, drawn as vertical lines.
+    """
+    figure, axes = _subplots(figsize=(8, 3.6))
+    for (label, times), marker in zip({"measured": measured, **(others or {})}.items(), "os^"):
+        axes.loglog([int(size) for size in times], [1000 * time for time in times.values()], marker, label=label,
+                    color="black", markerfacecolor="black" if marker == "o" else "white")
+    for size, (shortest, longest) in (ranges or {}).items():
+        axes.plot([int(size)] * 2, [1000 * shortest, 1000 * longest], color="black", linewidth=0.8)
+    for (label, times), (colour, line) in zip(predicted.items(), RUN_LINES[1:]):
+        axes.loglog([int(size) for size in times], [1000 * time for time in times.values()], line, color=colour,
+                    label=label, linewidth=2)
+    axes.set(xlabel="bytes", ylabel="milliseconds")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title or "An all-reduce: prediction against measurement")
     return figure
 
 

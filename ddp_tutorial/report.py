@@ -66,9 +66,22 @@ def params_sha256(model):
     return digest.hexdigest()
 
 
-def write_report(args, model, train_set, loss_sums, *, device, world_size, test_accuracy, test_samples, speed, start,
-                 **more):
-    """Write what a training did to the JSON file `args.json`, in one rename. Does nothing where that is None.
+def write_report(args, *details, **more):
+    """Write what a training did, as `make_report` puts it, to the file `args.json`; nothing where that is None."""
+    if args.json is not None:
+        write_json(make_report(args, *details, **more), args.json)
+
+
+def write_json(value, path):
+    """Write `value` to the file at `path` (a Path) as JSON, in one rename: nobody ever finds half a file there."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def make_report(args, model, train_set, loss_sums, *, device, world_size, test_accuracy, test_samples, speed, start,
+                **more):
+    """What a training did, as a dict for `write_json`.
 
     Args:
         model: the plain model, not a wrapper around it.
@@ -78,13 +91,11 @@ def write_report(args, model, train_set, loss_sums, *, device, world_size, test_
         speed: a Speedometer; `start`: when the training began, by `time.perf_counter()`, in seconds.
         more: further entries.
     """
-    if args.json is None:
-        return
     images = len(train_set)
     global_batch_size = args.batch_size * world_size
     epochs = [sums.double().cpu() for sums in loss_sums]
     counts = torch.tensor([min(global_batch_size, images - first) for first in range(0, images, global_batch_size)])
-    report = {
+    return {
         "script": Path(sys.argv[0]).name,
         "data": train_set.source,
         "device": device.type,
@@ -105,9 +116,6 @@ def write_report(args, model, train_set, loss_sums, *, device, world_size, test_
         "torch": torch.__version__,
         **more,
     }
-    temporary = args.json.with_name(f"{args.json.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, args.json)
 
 
 def read_report(path):

@@ -82,6 +82,40 @@ def clip_scaled(gradients, scale, max_norm):
     """Gradients (a list of tensors) of a loss that was multiplied by `scale`: return them unscaled,
     and then shrunk, if need be, so that their norm over all tensors together is `max_norm`."""
 ''',
+    "05_all_reduce": '''
+import torch
+import torch.distributed as dist
+
+
+def all_reduce(tensor):
+    """Give every rank the sum of all ranks' tensors, in place, with dist.send and dist.recv only."""
+''',
+    "05_broadcast": '''
+import torch.distributed as dist
+
+
+def broadcast(tensor):
+    """Give every rank what rank 0 has, in place, with dist.send and dist.recv only."""
+''',
+    "06_average": '''
+import torch.distributed as dist
+
+
+def average_gradients(model):
+    """Give every gradient of `model` its mean over all ranks, on all ranks."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.reduce(parameter.grad, dst=0)
+            parameter.grad / dist.get_world_size()
+''',
+    "06_step_seconds": '''
+def step_seconds(ready, sizes, alpha, beta):
+    """When the last bucket is through, in seconds since the backward pass began.
+
+    ready[k]: when bucket k has all its gradients. sizes[k]: its bytes. The buckets' all-reduces run
+    one after the other, in this order, and each takes alpha + beta * bytes.
+    """
+''',
 }
 
 SOLUTIONS = {
@@ -116,6 +150,44 @@ SOLUTIONS = {
     gradients = [gradient / scale for gradient in gradients]
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     return [gradient * min(1.0, max_norm / norm.item()) for gradient in gradients]
+""",
+    "05_all_reduce": """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        other = torch.empty_like(tensor)
+        for source in range(1, world_size):
+            dist.recv(other, src=source)
+            tensor += other
+        for target in range(1, world_size):
+            dist.send(tensor, dst=target)
+    else:
+        dist.send(tensor, dst=0)
+        dist.recv(tensor, src=0)
+""",
+    "05_broadcast": """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    having = 1  # ranks 0 to having - 1 have it; each gives it to one more, so this doubles
+    while having < world_size:
+        if rank < having and rank + having < world_size:
+            dist.send(tensor, dst=rank + having)
+        elif having <= rank < 2 * having:
+            dist.recv(tensor, src=rank - having)
+        having *= 2
+""",
+    # The stub's function is wrong, so this one takes its place.
+    "06_average": """
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+""",
+    "06_step_seconds": """
+    free = 0.0
+    for moment, size in zip(ready, sizes):
+        free = max(free, moment) + alpha + beta * size
+    return free
 """,
 }
 
@@ -279,11 +351,48 @@ MISTAKES = [
 """,
         "wanted [tensor([3.0, 0.0]), tensor([[4.0]])]",
     ),
+    ("05_all_reduce", "    dist.all_reduce(tensor)", "dist.all_reduce is not for this exercise"),
+    (
+        "05_all_reduce",
+        "    if dist.get_rank() == 0:\n        dist.recv(tensor, src=1)",
+        "failed: rank 0 waited in vain for another rank (line 9)",
+    ),
+    (
+        "05_all_reduce",
+        SOLUTIONS["05_all_reduce"].replace("tensor += other", "tensor = tensor + other"),
+        "gave [[1.0, 2.0, 3.0], [11.0, 22.0, 33.0]], wanted",
+    ),
+    (
+        "05_broadcast",
+        """
+    if dist.get_rank() == 0:
+        for other in range(1, dist.get_world_size()):
+            dist.send(tensor, other)
+    else:
+        dist.recv(tensor, 0)
+""",
+        "the rounds of broadcast on 4 ranks gave 3, wanted 2",
+    ),
+    ("05_broadcast", "    dist.broadcast(tensor, 0)", "dist.broadcast is not for this exercise"),
+    ("05_broadcast", "    1 / (dist.get_rank() != 1)", "failed: rank 1 raised ZeroDivisionError: division by zero"),
+    ("06_average", SOLUTIONS["06_average"].replace("parameter.grad /=", "parameter.grad /"), "gave [[[12.0, 12.0"),
+    ("06_average", SOLUTIONS["06_average"].replace("parameter.grad is not None", "True"), "'NoneType'"),
+    (
+        "06_average",
+        SOLUTIONS["06_average"].replace("            dist", "            if dist.get_rank() == 0: dist"),
+        "waited in vain",
+    ),
+    ("06_step_seconds", "    return ready[-1] + alpha + beta * sizes[-1]", "0.01) gave 2.2, wanted 4.0"),
+    ("06_step_seconds", "    return ready[0] + sum(alpha + beta * size for size in sizes)", "wanted 2.25"),
 ]
 
 
 # How many cases a right solution passes: one that stopped early would show here.
 CASES = {
+    "05_all_reduce": 3,
+    "05_broadcast": 8,
+    "06_average": 3,
+    "06_step_seconds": 5,
     "00_ranks": 6,
     "00_workers": 4,
     "01_accuracy": 5,
@@ -329,9 +438,17 @@ def test_every_exercise_has_a_stub_a_solution_and_two_mistakes():
     assert min(stems.count(stem) for stem in STUBS) >= 2
 
 
+STUBS_GIVE = {
+    "03_atomic_save": "gave no file, wanted 0",
+    "05_all_reduce": "and so on, gave [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], wanted [[11.0, 22.0, 33.0], [11.0",
+    "05_broadcast": "broadcast on 2 ranks gave [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]], wanted",
+    "06_average": "with gradients of 0, 12 … and of 0, 24 …, gave [[[12.0, 12.0], [24.0]]",
+}
+
+
 @pytest.mark.parametrize("stem", STUBS)
 def test_a_stub_is_told_what_is_wanted(stem, judge):
-    got = "gave no file, wanted 0" if stem == "03_atomic_save" else "gave None, wanted "
+    got = STUBS_GIVE.get(stem, "gave None, wanted ")
     said = judge(stem, STUBS[stem])
     assert said.startswith("not yet: ") and got in said
 

@@ -348,7 +348,7 @@ def test_the_diff_shows_what_went_and_skips_what_is_far(project):
 
 
 @pytest.mark.parametrize("step, reason", [
-    ("01", "is the first step"), ("07", 'no script of step "07"'), ("x", "no script"),
+    ("01", "starts anew"), ("07", 'no script of step "07"'), ("x", "no script"),
 ])
 def test_a_diff_without_two_steps_says_so(project, step, reason):
     with pytest.raises(PartError, match=reason):
