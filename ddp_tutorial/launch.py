@@ -110,7 +110,7 @@ def _understand(line, cell, names):
     elif rest:
         raise LaunchError(f"the commands of %%launch stand below its first line; move this there: {rest}")
     else:
-        lines = _fill_in(cell, names).replace("\\\n", " ").splitlines()
+        lines = re.sub(r"\s*\\\n\s*", " ", _fill_in(cell, names)).splitlines()
     lines = [each.strip() for each in lines]
     commands = [_parse(each) for each in lines if each and not each.startswith("#")]
     if not commands:

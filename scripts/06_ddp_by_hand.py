@@ -41,8 +41,8 @@ def parse_args():
     add("--bucket-kb", type=positive_float, default=64.0,
         help="a bucket is full at that many KiB (64)")
     add("--accumulate", type=positive_int, default=1, metavar="N", help="batches a step (1)")
-    add("--no-sync", choices=["whole", "backward", "never"], default="whole",
-        help="what no_sync covers in all but the last batch of a step (whole)")
+    add("--no-sync", nargs="+", choices=["whole", "backward", "never"], default=["whole"],
+        help="what no_sync covers in all but the last batch of a step: each is tried (whole)")
     add("--profile", action="store_true", help="record the first steps of each stage")
     return parser.parse_args()
 
@@ -356,9 +356,11 @@ def make_model(args, stage, device, rank, steps):
 
 
 # %% Train one epoch
-def train_one_epoch(args, model, batches, global_counts, optimizer, scheduler, device):
+def train_one_epoch(
+        model, batches, global_counts, optimizer, scheduler, device, accumulate, no_sync):
     """One pass over the training set. Returns each batch's loss, summed over its images: [batches].
 
+    accumulate: batches a step. no_sync: what it covers in all but the last of them.
     global_counts: for each batch, the number of images that the whole step has, all ranks and all
     its batches together.
     """
@@ -367,18 +369,18 @@ def train_one_epoch(args, model, batches, global_counts, optimizer, scheduler, d
     for number, ((images, labels), global_count) in enumerate(zip(batches, global_counts), 1):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        last = number % args.accumulate == 0 or number == len(global_counts)
+        last = number % accumulate == 0 or number == len(global_counts)
         with contextlib.ExitStack() as until_backward_is_done:
-            if not last and args.no_sync == "whole":
+            if not last and no_sync == "whole":
                 until_backward_is_done.enter_context(model.no_sync())
             with record_function("forward"):
                 loss_sum = F.cross_entropy(model(images), labels, reduction="sum")
                 loss = loss_sum * dist.get_world_size() / global_count
-            if not last and args.no_sync == "backward":
+            if not last and no_sync == "backward":
                 until_backward_is_done.enter_context(model.no_sync())
             with record_function("backward"):
                 loss.backward()
-        if last or args.no_sync == "never":
+        if last or no_sync == "never":
             with record_function("finish"):
                 model.finish()
         if last:
@@ -422,7 +424,7 @@ def save_checkpoint(model, path):
 
 
 # %% Main
-def train(args, stage, device, rank, world_size):
+def train(args, stage, no_sync, device, rank, world_size):
     """Train a model wrapped in `stage`. Returns its weights in one row, and what happened."""
     train_loader, test_loader, sampler = make_loaders(args, device, rank, world_size)
     batches_per_epoch = len(train_loader)
@@ -444,7 +446,8 @@ def train(args, stage, device, rank, world_size):
             sampler.set_epoch(epoch)
             batches = speed.watch(train_loader, images, f"epoch {epoch + 1}")
             loss_sums.append(train_one_epoch(
-                args, wrapped_model, batches, global_counts, optimizer, scheduler, device))
+                wrapped_model, batches, global_counts, optimizer, scheduler, device,
+                args.accumulate, no_sync))
     sent = bytes_sent() - sent if sent else None
     weights = flatten([parameter.detach() for parameter in model.parameters()])
     everybodys_weights = [torch.empty_like(weights) for _ in range(world_size)]
@@ -456,7 +459,7 @@ def train(args, stage, device, rank, world_size):
     report = make_report(
         args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
         test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
-        stage=stage, ms_per_batch=1000 * global_batch_size / speed.images_per_second,
+        stage=stage, steps=steps, ms_per_batch=1000 * global_batch_size / speed.images_per_second,
         bytes_per_step=sent and sent / steps, ranks_differ_by=ranks_differ_by, lanes=lanes)
     if rank == 0:
         print_line(report)
@@ -473,12 +476,15 @@ def worker(rank, args):
     load_data(args, say=print if rank == 0 else None)
     weights, reports = {}, {}
     for stage in args.stages:
-        weights[stage], reports[stage] = train(args, stage, device, rank, args.nproc)
-    for stage in args.stages if "ddp" in args.stages else []:
-        difference = (weights[stage] - weights["ddp"]).abs().max().item()
-        reports[stage]["differs_from_ddp_by"] = difference
+        for no_sync in args.no_sync:
+            name = stage if len(args.no_sync) == 1 else f"{stage}, {no_sync}"
+            weights[name], reports[name] = train(args, stage, no_sync, device, rank, args.nproc)
+    ddp = next((name for name in weights if name.startswith("ddp")), None)
+    for name in weights if ddp else []:
+        difference = (weights[name] - weights[ddp]).abs().max().item()
+        reports[name]["differs_from_ddp_by"] = difference
         if rank == 0:
-            print(f"{stage:10} differs from ddp by {difference:.1e}")
+            print(f"{name} differs from {ddp} by {difference:.1e}")
     if rank == 0 and args.json:
         write_json(reports, args.json)
     leave_process_group()

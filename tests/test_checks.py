@@ -88,14 +88,14 @@ import torch.distributed as dist
 
 
 def all_reduce(tensor):
-    """Give every rank the sum of all ranks' tensors, in place, with dist.send and dist.recv only."""
+    """Give every rank the sum of all ranks' tensors, in place, by dist.send and dist.recv."""
 ''',
     "05_broadcast": '''
 import torch.distributed as dist
 
 
 def broadcast(tensor):
-    """Give every rank what rank 0 has, in place, with dist.send and dist.recv only."""
+    """Give every rank what rank 0 has, in place, by dist.send and dist.recv."""
 ''',
     "06_average": '''
 import torch.distributed as dist
