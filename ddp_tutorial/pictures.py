@@ -238,7 +238,7 @@ def collective(title, rows):
                 rank = came_from.get(number)
                 look = COMPUTED if rank is None else _rank_look(rank)
                 axes.add_patch(Rectangle((start + place, row - 0.4), 1, 0.8, **look))
-                axes.text(start + place + 0.5, row, _short(number), ha="center", va="center", fontsize=8,
+                axes.text(start + place + 0.5, row, _short(number), ha="center", va="center", fontsize=9,
                           bbox=LABEL_BOX, zorder=4)
             if not numbers:
                 axes.text(start + 0.1, row, "nothing", va="center", fontsize=9, color="#666666")
@@ -266,11 +266,11 @@ def message_times(seconds, title=None):
     figure, (left, right) = _subplots(1, 2, figsize=(9, 3.2))
     left.loglog(sizes, [1e6 * time for time in times], "o-", color=RUN_LINES[0][0])
     left.set(xlabel="bytes in a message", ylabel="microseconds, one way")
-    left.set_title("Small messages all cost the same: latency")
+    left.set_title("Small messages: latency decides")
     right.semilogx(sizes, [size / time / 1e9 for size, time in zip(sizes, times, strict=True)], "s--",
                    color=RUN_LINES[1][0])
     right.set(xlabel="bytes in a message", ylabel="gigabytes per second")
-    right.set_title("Large ones use the line: bandwidth")
+    right.set_title("Large messages: bandwidth decides")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0 if axes is right else None)
@@ -285,7 +285,7 @@ COMPUTE_LOOKS = {
     "finish": {"facecolor": "#DDDDDD", "edgecolor": "black"},
     "optimizer": {"facecolor": "#666666", "hatch": "..", "edgecolor": "white"},
 }
-MESSAGE_LOOK = {"facecolor": WRONG, "edgecolor": "black"}
+MESSAGE_LOOK = {"facecolor": WRONG, "edgecolor": "black", "alpha": 0.7}
 
 
 @plt.rc_context(STYLE)
@@ -351,11 +351,11 @@ def ring_steps(ranks=4, title=None):
                                              linewidth=0.3, **_rank_look(origin)))
                 if (rank, chunk) in arrived:
                     axes.add_patch(Rectangle((chunk, rank), 0.9, 0.8, **REPEATED))
-            axes.text(-0.15, rank + 0.4, f"rank {rank}", ha="right", va="center", fontsize=8)
+            axes.text(-0.15, rank + 0.4, f"rank {rank}", ha="right", va="center", fontsize=9)
         what = "before" if not moment else f"{moment}. " + ("add" if moment < ranks else "copy")
         axes.set_title(what, fontsize=10)
         axes.set(xlim=(-1.4, ranks), ylim=(ranks, -0.1))
-    _rank_legend(figure, ranks, Patch(label="has just come from the rank above", **REPEATED))
+    _rank_legend(figure, ranks, Patch(label="has just come from the left neighbour", **REPEATED))
     figure.suptitle(title or "A ring all-reduce: each column is a chunk; a box shows whose numbers are in the sum",
                     x=0.01, ha="left", fontsize=11)
     return figure

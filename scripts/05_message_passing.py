@@ -130,9 +130,9 @@ NOTHING = torch.empty(0)
 
 
 def numbers(count, rank=None):
-    """10, 11, 12 and so on for rank 0, 20, 21, 22 for rank 1: [count], floats."""
+    """10, 11, 12 and so on for rank 0, 20, 21, 22 for rank 1, 40, 41, 42 for rank 2: [count]."""
     rank = dist.get_rank() if rank is None else rank
-    return 10.0 * (rank + 1) + torch.arange(count)
+    return 10.0 * 2**rank + torch.arange(count)
 
 
 def everybody(count):
@@ -177,7 +177,7 @@ def words(values):
 # %% Send and receive
 @demo
 def send_recv():
-    """Rank 0 has numbers for everyone else. Both sides wait until their message is through."""
+    """Rank 0 has numbers for everyone else. Whoever sends or receives waits until that is done."""
     tensor = numbers(4)
     if dist.get_rank() == 0:
         for other in range(1, dist.get_world_size()):
@@ -196,7 +196,7 @@ def isend_irecv():
         works = [dist.isend(tensor, dst=other) for other in range(1, dist.get_world_size())]
     else:
         works = [dist.irecv(tensor, src=0)]
-    # Until wait() has returned, the tensor belongs to the messages: neither change nor read it.
+    # Until wait() has returned, do not change what is being sent, and do not touch what is coming.
     for work in works:
         work.wait()
     show("isend and irecv", numbers(4), tensor, wanted=numbers(4, rank=0))
@@ -219,8 +219,8 @@ def too_early():
 # %% Ring
 @demo
 def ring():
-    """Everyone sends to the right and receives from the left. Sent one by one, with `send`, nobody
-    would get to receiving; handed in together, the messages cannot block each other."""
+    """Everyone sends to the right and receives from the left. With `send` and then `recv`, all
+    might wait in `send`; handed in together, the messages cannot block each other."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     received = torch.empty(4)
@@ -416,6 +416,13 @@ def async_op():
 
 
 # %% Backends
+def from_0_to_1(tensor):
+    if dist.get_rank() == 0:
+        dist.send(tensor, dst=1)
+    elif dist.get_rank() == 1:
+        dist.recv(tensor, src=0)
+
+
 @demo
 def backends():
     """What this PyTorch was built with, and what the backend of this run can do, by trying."""
@@ -423,7 +430,7 @@ def backends():
     one = torch.ones(2)
     pieces = [torch.ones(2) for _ in range(world_size)]
     attempts = {
-        "send, recv": lambda: dist.send(one, 1) if rank == 0 else rank == 1 and dist.recv(one, 0),
+        "send, recv": lambda: from_0_to_1(one),
         "broadcast": lambda: dist.broadcast(one, 0),
         "scatter": lambda: dist.scatter(one, pieces if rank == 0 else None, 0),
         "gather": lambda: dist.gather(one, pieces if rank == 0 else None, 0),

@@ -184,8 +184,8 @@ class Average(SameStart):
         without = [name for name, parameter in self.module.named_parameters()
                    if parameter.requires_grad and parameter.grad is None]
         if without:
-            raise RuntimeError(f"[rank {dist.get_rank()}] no gradient for {', '.join(without)}:"
-                               " every parameter must take part in the loss, or be frozen")
+            raise RuntimeError(f"[rank {dist.get_rank()}] no gradient for {', '.join(without)}: use"
+                               " all parameters in the loss, or set requires_grad=False for these")
 
     def average_gradients(self):
         for parameter in reversed(self.parameters):
@@ -239,10 +239,12 @@ class Overlap(Buckets):
         if not self.synchronising:
             return
         self.missing[self.bucket_of[parameter]] -= 1
-        # In the same order on every rank, whichever bucket is full first: an all-reduce meets the
-        # other ranks' all-reduce with the same number.
-        while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
-            gradients = [parameter.grad for parameter in self.buckets[len(self.started)]]
+        # Buckets go in the same order on every rank, whichever is full first: the first all-reduce
+        # of one rank meets the first of the others.
+        for bucket in self.buckets[len(self.started):]:
+            if self.missing[len(self.started)] > 0:
+                break
+            gradients = [parameter.grad for parameter in bucket]
             flat = flatten(gradients) / dist.get_world_size()
             self.started.append((dist.all_reduce(flat, async_op=True), flat, gradients))
 
@@ -257,7 +259,8 @@ class Overlap(Buckets):
 def ring_all_reduce(tensor):
     """Add up the tensors of all ranks, in place. Every rank sends 2 (N - 1) / N of its size.
 
-    tensor: contiguous, of any shape and type, the same on every rank. Raises ValueError otherwise.
+    tensor: contiguous (its numbers lie in memory without gaps, in order), of any shape and type,
+    the same on every rank. Raises ValueError where it is not contiguous.
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009.
     """
     if not tensor.is_contiguous():
@@ -268,12 +271,13 @@ def ring_all_reduce(tensor):
     # Reduce-scatter: in each step a chunk goes to the right, and what comes from the left is
     # added. After N - 1 steps, rank r has the whole sum of chunk r + 1.
     for step in range(world_size - 1):
-        mine, other = chunks[rank - step], chunks[rank - step - 1]
+        mine, other = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
         to_the_right(mine, received[: len(other)])
         other += received[: len(other)]
     # All-gather: the sums go round, as they are. So all ranks end up with the same bits.
     for step in range(world_size - 1):
-        to_the_right(chunks[(rank - step + 1) % world_size], chunks[rank - step])
+        mine, other = chunks[(rank - step + 1) % world_size], chunks[(rank - step) % world_size]
+        to_the_right(mine, other)
 
 
 def to_the_right(outgoing, incoming):
@@ -310,10 +314,10 @@ class RealDDP(DDP):
 def compress(dtype, bucket):
     """A communication hook: DDP calls it for every bucket, in place of its own all-reduce.
     It returns a *future*, the promise of a tensor that will be there later."""
-    flat = bucket.buffer()
+    flat = bucket.buffer()  # the bucket's gradients, in one row
     small = (flat / dist.get_world_size()).to(dtype)
     future = dist.all_reduce(small, async_op=True).get_future()
-    return future.then(lambda future: flat.copy_(future.value()[0]))
+    return future.then(lambda _: flat.copy_(small))  # `small` then holds the sum
 
 
 def ddp_that_compresses(dtype):
@@ -327,8 +331,7 @@ def ddp_that_compresses(dtype):
 
 def ddp_with_power_sgd(module, bucket_bytes):
     """PyTorch's own: sends two thin matrices, whose product is close to the gradient."""
-    # All in one bucket: the hook of one waits for a message of its own while it holds a thread of
-    # Gloo, which has two. Several would wait for each other.
+    # One bucket only: with several, their hooks could block each other in Gloo's two threads.
     ddp_model = RealDDP(module, 2**30)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
     ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -433,6 +436,7 @@ def train(args, stage, no_sync, device, rank, world_size):
     images = len(train_loader.dataset)
     global_batch_size = args.batch_size * world_size
     images_a_step = global_batch_size * args.accumulate
+    # For each batch, the images of its step: all alike, but for the batches of the last step.
     global_counts = [
         min(images_a_step, images - batch // args.accumulate * images_a_step)
         for batch in range(batches_per_epoch)]
@@ -448,7 +452,7 @@ def train(args, stage, no_sync, device, rank, world_size):
             loss_sums.append(train_one_epoch(
                 wrapped_model, batches, global_counts, optimizer, scheduler, device,
                 args.accumulate, no_sync))
-    sent = bytes_sent() - sent if sent else None
+    sent = None if sent is None else (bytes_sent() - sent) / steps
     weights = flatten([parameter.detach() for parameter in model.parameters()])
     everybodys_weights = [torch.empty_like(weights) for _ in range(world_size)]
     dist.all_gather(everybodys_weights, weights)
@@ -460,7 +464,7 @@ def train(args, stage, no_sync, device, rank, world_size):
         args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
         test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
         stage=stage, steps=steps, ms_per_batch=1000 * global_batch_size / speed.images_per_second,
-        bytes_per_step=sent and sent / steps, ranks_differ_by=ranks_differ_by, lanes=lanes)
+        bytes_per_step=sent, ranks_differ_by=ranks_differ_by, lanes=lanes)
     if rank == 0:
         print_line(report)
         if args.checkpoint:

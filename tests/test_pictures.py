@@ -207,3 +207,72 @@ def test_the_package_imports_without_its_heavy_friends():
     heavy = "import sys, ddp_tutorial, ddp_tutorial.checks, ddp_tutorial.preflight\n"
     heavy += "print(sorted({'torch', 'torchvision', 'matplotlib'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", heavy], text=True) == "[]\n"
+
+
+def rank_of(patch):
+    """The rank in whose colour and hatch a box is drawn, "computed" for grey."""
+    looks = list(zip(map(str.lower, pictures.RANK_COLOURS), pictures.RANK_HATCHES, strict=True))
+    look = (to_hex(patch.get_facecolor()), patch.get_hatch() or "")
+    return looks.index(look) if look in looks else "computed"
+
+
+def test_collective_shows_where_numbers_came_from():
+    figure = pictures.collective("x", [([10, 11], [10, 20, 30]), ([20, 21], []), ([30], [11])])
+    boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    rows = {row: [rank_of(box) for box in boxes if round(box.get_y() + 0.4) == row] for row in range(3)}
+    assert rows == {0: [0, 0, 0, 1, 2], 1: [1, 1], 2: [2, 0]}
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts.count("nothing") == 1 and {"before", "after", "30"} <= set(texts)
+
+
+def test_collective_shows_what_was_computed():
+    figure = pictures.collective("x", [([1.0], [3.0]), ([2.0], [3.0])])
+    boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    assert [rank_of(box) for box in boxes] == [0, "computed", 1, "computed"]
+
+
+def test_message_times_draw_latency_and_bandwidth():
+    left, right = pictures.message_times({"8": 1e-4, "1000000": 1e-3}).axes
+    assert left.lines[0].get_xydata().tolist() == [[8, 100], [1e6, pytest.approx(1000)]]
+    assert right.lines[0].get_xydata().tolist() == [[8, pytest.approx(8e-5)], [1e6, pytest.approx(1)]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ring_steps_end_with_everything_everywhere(ranks):
+    figure = pictures.ring_steps(ranks)
+    moments = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert len(moments) == 1 + 2 * (ranks - 1)
+    assert [axes.get_title(loc="left").split(". ")[-1] for axes in moments[1:]] == (
+        ["add"] * (ranks - 1) + ["copy"] * (ranks - 1))
+    filled = [[patch for patch in axes.patches if patch.get_fill()] for axes in moments]
+    assert len(filled[0]) == ranks * ranks, "at first each box holds its own rank's numbers"
+    assert len(filled[-1]) == ranks**3, "in the end every box holds everybody's"
+    # After the adding, each chunk is complete on one rank only.
+    complete = {}
+    for patch in filled[ranks - 1]:
+        place = (int(patch.get_y()), int(patch.get_x() + 1e-6))
+        complete.setdefault(place, set()).add(rank_of(patch))
+    whole = [place for place, origins in complete.items() if len(origins) == ranks]
+    assert sorted(chunk for _, chunk in whole) == list(range(ranks)) == sorted(rank for rank, _ in whole)
+    assert all((rank + 1) % ranks == chunk for rank, chunk in whole), "as the script's comment says"
+    framed = [[patch for patch in axes.patches if not patch.get_fill()] for axes in moments]
+    assert [len(frames) for frames in framed] == [0] + [ranks] * 2 * (ranks - 1)
+
+
+def test_timeline_draws_each_stage_from_its_own_begin():
+    lane = {"compute": [["forward", 5, 7], ["backward", 7, 11]], "messages": [["gloo:all_reduce", 8, 9]]}
+    late = {"compute": [["forward", 6, 7]], "messages": []}
+    figure = pictures.timeline({"one": [lane, late], "two": [lane]})
+    first, second = figure.axes
+    assert first.get_title(loc="left") == "one: 0 or 1 messages" and second.get_title(loc="left") == "two: 1 messages"
+    begins = [path.get_extents().x0 for bars in first.collections for path in bars.get_paths()]
+    assert begins == [0, 2, 3, 1]
+    rows = [path.get_extents().y0 for bars in first.collections for path in bars.get_paths()]
+    assert rows == [0, 0, 1.05, 2]
+
+
+def test_prediction_draws_measured_and_predicted():
+    figure = pictures.prediction({"8": 1e-3}, {"model": {"8": 2e-3}}, {"ring": {"8": 3e-3}}, {"8": [5e-4, 4e-3]})
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
+    assert (lines["measured"], lines["ring"], lines["model"]) == ([1.0], [3.0], [2.0])
+    assert [0.5, 4.0] in [list(data) for data in lines.values()]

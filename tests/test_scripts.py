@@ -288,6 +288,83 @@ def test_04_float16_learns_the_same_clips_and_keeps_its_scale(tmp_path, trained)
     assert moved > 0
 
 
+def words(*numbers):
+    return [float(number) for number in numbers]
+
+
+def test_05_three_ranks_play_everything(tmp_path):
+    path = tmp_path / "x.json"
+    out, err = run("05", "all", "--nproc", 3, "--init-method", f"file://{tmp_path}/meet", "--json", path)
+    assert err == "", "no warnings"
+    found = json.loads(path.read_text())
+    befores = {name: [before for before, _ in rows] for name, rows in found.items() if isinstance(rows, list)}
+    afters = {name: [after for _, after in rows] for name, rows in found.items() if isinstance(rows, list)}
+    assert befores["broadcast"] == [words(10, 11, 12, 13), words(20, 21, 22, 23), words(40, 41, 42, 43)]
+    assert afters["broadcast"] == afters["send and recv"] == afters["isend and irecv"] == [words(10, 11, 12, 13)] * 3
+    assert afters["ring"] == [words(40, 41, 42, 43), words(10, 11, 12, 13), words(20, 21, 22, 23)]
+    assert afters["scatter"] == [words(10, 11), words(12, 13), words(14, 15)]
+    assert afters["gather"] == [words(10, 11, 20, 21, 40, 41), [], []]
+    assert afters["all_gather"] == [words(10, 11, 20, 21, 40, 41)] * 3
+    assert afters["reduce"] == [words(70, 73, 76, 79), [], []]
+    assert afters["all_reduce"] == afters["all_reduce SUM"] == [words(70, 73, 76, 79)] * 3
+    assert afters["all_to_all"] == [words(10, 20, 40), words(11, 21, 41), words(12, 22, 42)]
+    assert afters["all_reduce PRODUCT"] == [words(8000, 9471, 11088, 12857)] * 3
+    assert afters["all_reduce MIN"] == [words(10, 11, 12, 13)] * 3
+    assert afters["all_reduce MAX"] == [words(40, 41, 42, 43)] * 3
+    assert afters["all_reduce in the group [0, 2]"] == [words(50, 52, 54, 56), words(20, 21, 22, 23)] + [
+        words(50, 52, 54, 56)]
+    if tuple(map(int, torch.__version__.split(".")[:2])) > (2, 6):  # what Gloo learnt later
+        assert afters["reduce_scatter"] == [words(70, 73), words(76, 79), words(82, 85)]
+        assert afters["all_reduce AVG"] == [[(70 + 3 * number) / 3 for number in range(4)]] * 3
+    assert all(0 < seconds < 5 for seconds in found["ping_pong"].values()) and len(found["ping_pong"]) == 8
+    if sys.platform == "linux":
+        assert found["traffic"]["all_reduce"] == pytest.approx([4 / 3] * 3, rel=0.01)
+        assert found["traffic"]["scatter"] == pytest.approx([2 / 3, 0, 0], abs=0.01)
+        assert found["traffic"]["all_gather"] == pytest.approx([2 / 3] * 3, rel=0.01)
+    lines = out.splitlines()
+    assert [line for line in lines if "groups:" in line] == [
+        "[rank 0] groups: here I am rank 0, in the group 0",
+        "[rank 1] groups: here I am rank 1, in the group -1",
+        "[rank 2] groups: here I am rank 2, in the group 1",
+    ]
+    assert [line[-5:] for line in lines if "] barrier:" in line] == [" True", " True", "False"]
+    assert sum("was sent 1 1 1 1, has received" in line for line in lines) == 1
+    assert not any(line.startswith("gloo can do broadcast: no") for line in lines)
+
+
+def test_05_the_missing_rank_is_named():
+    out, _ = run("05", "missing", "--nproc", 3)
+    assert "Ranks 2 failed to pass monitoredBarrier in 2000 ms" in out
+
+
+def test_05_a_mismatch_is_explained():
+    out, _ = run("05", "mismatch", "--timeout", 20, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert "Detected mismatch between collectives on ranks" in out and "BROADCAST" in out and "ALLREDUCE" in out
+
+
+def test_05_patience_ends_and_so_does_the_job():
+    began = time.monotonic()
+    _, err = run("05", "hello", "--late", 30, "--timeout", 2, status=1)
+    assert time.monotonic() - began < 25
+    assert "Process 0 terminated" in err and ("timeout" in err.lower() or "timed out" in err.lower())
+
+
+def test_06_trains_as_02_does(tmp_path, trained):
+    """The same data and steps, but a start of its own; the accuracy is that of the weights it saved."""
+    options = ["--data", "printed", "--device", "cpu", "--limit", 1990, "--batch-size", 50, "--dtype", "float64"]
+    options += ["--norm", "none", "--json", tmp_path / "x.json", "--checkpoint", tmp_path / "x.pt"]
+    run("06", "--stages", "overlap", "ddp", *options)
+    reports = json.loads((tmp_path / "x.json").read_text())
+    for report in reports.values():
+        assert KEYS <= report.keys()
+        assert (report["steps"], report["test_samples"], report["world_size"]) == (20, 1990, 2)
+        assert report["differs_from_ddp_by"] == report["ranks_differ_by"] == 0
+        assert report["step_loss"][-1] < 0.95 * report["step_loss"][0]
+    model = ConvNet(norm="none").double()
+    model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
+    assert params_sha256(model) == reports["ddp"]["params_sha256"] == reports["overlap"]["params_sha256"]
+
+
 REFUSED = [
     ("--epochs -1", "argument --epochs: -1 is not a whole number of at least 1"),
     ("--batch-size 0", "argument --batch-size: 0 is not a whole number of at least 1"),
@@ -310,6 +387,21 @@ REFUSED_BY = {
         ("--device mps", "--device mps serves one process, not 2"),
     ],
     "03": [("", "start this script with torchrun")],
+    "05": [
+        ("", "the following arguments are required: DEMO"),
+        ("dance", "argument DEMO: invalid choice: 'dance'"),
+        ("ring --nproc 1", "--nproc 1: nobody to talk to, use 2 or more"),
+        ("ring --timeout 0", "argument --timeout: 0 is not a number above 0"),
+        ("ring --device cuda", "needs a GPU for each of 2 processes, found 0"),
+        ("ring --json scripts", "cannot write scripts (it is a folder)"),
+    ],
+    "06": [
+        ("--stages ring dance", "argument --stages: invalid choice: 'dance'"),
+        ("--bucket-kb 0", "argument --bucket-kb: 0 is not a number above 0"),
+        ("--accumulate 0", "argument --accumulate: 0 is not a whole number of at least 1"),
+        ("--no-sync sometimes", "argument --no-sync: invalid choice: 'sometimes'"),
+        ("--device cuda", "needs a GPU for each of 2 processes, found 0"),
+    ],
     "04": [
         ("--amp int8", "argument --amp: invalid choice: 'int8'"),
         ("--clip-norm 0", "argument --clip-norm: 0 is not a number above 0"),
