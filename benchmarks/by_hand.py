@@ -106,7 +106,7 @@ def main():
     images = torch.randn(100, 1, 28, 28, device=device)
     steps = {name: stepper(stages[name](ConvNet().to(device), 65536), images)
              for name in ("average", "buckets", "overlap", "ring", "ddp")}
-    convnet, rounds_of = in_turns(steps, args.rounds, 5)
+    convnet, rounds_of = in_turns(steps, args.rounds, 3)
     say("ConvNet, batch 100: step of overlap to DDP's: {:.2f} (from {:.2f} to {:.2f})".format(
         *ratio(rounds_of, "overlap", "ddp")))
 

@@ -73,6 +73,29 @@ def output_file(text):
     return path
 
 
+def init_method(text):
+    """Where processes meet, as `init_process_group` takes it, for `add_argument(type=...)`."""
+    kind, _, rest = text.partition("://")
+    wrong = ""
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            wrong = "write it as tcp://127.0.0.1:29500"
+    elif kind == "file":
+        path = Path(rest)
+        if not path.is_absolute() or path.is_dir():
+            wrong = "write it as file:///tmp/a_new_file"
+        elif not os.access(path.parent, os.W_OK):
+            wrong = "name a file in a folder that exists and that you may write to"
+        elif path.exists() and path.stat().st_size:
+            wrong = "there is a file already: delete it, or name a new one"
+    elif text != "env://":
+        wrong = "use env://, tcp://HOST:PORT or file:///PATH"
+    if wrong:
+        raise argparse.ArgumentTypeError(f"processes cannot meet at {text}: {wrong}")
+    return text
+
+
 def training_parser(doc):
     """The options of every training script; `doc` is the script's docstring, shown by `--help`."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)

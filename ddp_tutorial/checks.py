@@ -4,6 +4,7 @@ The reader's file runs in a process of its own, so that an endless loop ends and
 """
 
 import copy
+import inspect
 import io
 import math
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,21 +35,29 @@ def check(path):
     elif not path.is_file():
         print(f"not yet: there is no file {path.name} so far; run the cell that writes it (it begins with %%part)")
     else:
-        child = subprocess.run(
-            [sys.executable, "-m", "ddp_tutorial.checks", path],
-            cwd=Path(__file__).parents[1],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONIOENCODING": "utf-8:replace"},
-            encoding="utf-8",
-        )
-        if child.returncode == -signal.SIGALRM:
+        status, said = _run_apart([sys.executable, "-m", "ddp_tutorial.checks", path])
+        if status == -signal.SIGALRM:
             print(f"not yet: no answer within {SECONDS} s; is there a loop that never ends?")
-        elif child.returncode or not child.stdout:
-            print(f"not yet: {path.name} ended its process (exit status {child.returncode}) before the last case")
+        elif status or not said:
+            print(f"not yet: {path.name} ended its process (exit status {status}) before the last case")
         else:
-            print(child.stdout, end="")
+            print(said, end="")
+
+
+def _run_apart(command):
+    """Exit status and output of a command; whatever it has started ends with it."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        child = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdin=subprocess.DEVNULL, stdout=output,
+                                 stderr=subprocess.DEVNULL, start_new_session=True,
+                                 env=os.environ | {"PYTHONIOENCODING": "utf-8:replace"})
+        try:
+            status = child.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return status, output.read()
 
 
 def main(path):
@@ -82,7 +91,7 @@ def _judge(path, name, cases):
     except BaseException as error:
         return f"not yet: {path.name} {_described(error, path)}"
     function = namespace.get(name)
-    if not callable(function):
+    if not inspect.isfunction(function):
         return f"not yet: {path.name} defines no function {name}"
     number = 0
     for number, (call, run, wanted) in enumerate(cases(function), 1):  # noqa: B007 (counts the cases)
@@ -267,14 +276,27 @@ def on_ranks(path, world_size, target):
     from ddp_tutorial.ranks import RankFailed, run_on_ranks
 
     try:
-        return run_on_ranks(world_size, target, path, seconds=RANK_SECONDS)
+        answers = run_on_ranks(world_size, _with_prints, target, path, seconds=RANK_SECONDS)
     except RankFailed as failure:
         lines = [line for name, line in failure.frames if name == path]
         where = f" (line {lines[-1]})" if lines else ""
         message = " ".join(str(failure).split())[:200]
-        if "Timed out" in message or "timed out" in message or "did not end" in message:
+        if "Timed out waiting" in message:  # Gloo's words
             message = f"rank {failure.rank} waited in vain for another rank"
+        elif "ended without a result" in message:
+            message += "; do those who send and those who receive have tensors of the same size?"
         raise RankTrouble(f"{message}{where}") from None
+    for rank, (_, said) in enumerate(answers):
+        for line in said.splitlines():
+            print(f"[rank {rank}] {line}")
+    return [answer for answer, _ in answers]
+
+
+def _with_prints(target, path):
+    prints = _FirstCharacters()
+    with redirect_stdout(prints):
+        answer = target(path)
+    return answer, prints.getvalue()
 
 
 class SendAndRecvOnly:

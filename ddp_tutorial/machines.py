@@ -28,14 +28,14 @@ def bytes_sent():
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
-def check_port(address, port):
+def check_port(address, port, remedy="leave out --master-port to get a free one"):
     """Refuse, in one line, to listen on `address:port` where that cannot be done."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            refuse(f"cannot listen on {address}:{port} ({error.strerror}): leave out --master-port to get a free one")
+            refuse(f"cannot listen on {address}:{port} ({error.strerror}): {remedy}")
 
 
 def check_machines_agree(nodes, node_rank, processes, address, port, patience=60.0):

@@ -27,7 +27,7 @@ def run_on_ranks(world_size, target, *arguments, seconds=20.0):
     """Call ``target(*arguments)`` in `world_size` processes that have joined one process group.
 
     target: a function at the top level of a module, as it is sent by name. It may use one CPU thread.
-    seconds: how long a rank may wait for another, and all of them together.
+    seconds: how long a rank may wait for another, and all of them together once they have joined.
 
     Returns what each rank returned, in rank order; it must be picklable. Raises RankFailed for the first rank that
     fails. No process is left, whatever happens.
@@ -45,17 +45,20 @@ def run_on_ranks(world_size, target, *arguments, seconds=20.0):
                 theirs.close()
                 ranks.append(process)
                 pipes.append(ours)
-            return _results(pipes, time.monotonic() + seconds + 30)  # 30: the first time, PyTorch is imported
+            _results(pipes, 60)  # that they have joined; the first time, PyTorch is imported
+            return _results(pipes, seconds + 2)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
 
 
-def _results(pipes, deadline):
+def _results(pipes, seconds):
+    """What each rank sends next, in rank order."""
+    deadline = time.monotonic() + seconds
     results, missing = {}, dict(enumerate(pipes))
     while missing:
-        ready = multiprocessing.connection.wait(list(missing.values()), deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(missing.values()), max(0, deadline - time.monotonic()))
         if not ready:
             raise RankFailed(min(missing), "did not end in time")
         for rank in [rank for rank, pipe in missing.items() if pipe in ready]:
@@ -76,9 +79,10 @@ def _work(rank, world_size, meeting_point, seconds, target, arguments, pipe):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=world_size,
                             timeout=timedelta(seconds=seconds))
+    pipe.send((True, "joined"))
     try:
         answer = (True, target(*arguments))
-    except Exception as error:
+    except BaseException as error:  # also SystemExit
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         answer = (False, (f"raised {type(error).__name__}: {error}", frames))
     pipe.send(answer)

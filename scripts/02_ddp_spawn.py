@@ -21,7 +21,13 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from ddp_tutorial.arguments import load_data, non_negative_int, positive_int, training_parser
+from ddp_tutorial.arguments import (
+    init_method,
+    load_data,
+    non_negative_int,
+    positive_int,
+    training_parser,
+)
 from ddp_tutorial.device import backend_for, choose_device, set_threads
 from ddp_tutorial.machines import check_machines_agree, check_port, free_port
 from ddp_tutorial.model import ConvNet, warm_up_then_decay
@@ -37,7 +43,8 @@ def parse_args():
     add("--node-rank", type=non_negative_int, default=0, help="number of this machine, from 0")
     add("--master-addr", default="127.0.0.1", help="address of machine 0 (127.0.0.1)")
     add("--master-port", type=positive_int, help="port on machine 0 (any free one)")
-    add("--init-method", default="env://", help="env://, tcp://HOST:PORT or file:///PATH (env://)")
+    add("--init-method", type=init_method, default="env://",
+        help="env://, tcp://HOST:PORT or file:///PATH (env://)")
     args = parser.parse_args()
     if args.node_rank >= args.nodes:
         parser.error(f"--node-rank {args.node_rank} does not exist among --nodes {args.nodes}:"
@@ -211,7 +218,7 @@ def train(args, device, rank, world_size):
 
 def worker(local_rank, args):
     """What every process runs. mp.spawn passes its number on this machine, the local rank."""
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     rank, world_size, device = join_process_group(args, local_rank)
     set_threads(args.threads, args.nproc, say=print if rank == 0 else None)
     train(args, device, rank, world_size)

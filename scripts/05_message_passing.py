@@ -10,6 +10,7 @@ python scripts/05_message_passing.py all --nproc 3            # all but the faul
 # %% Imports
 import argparse
 import os
+import signal
 import statistics
 import sys
 import time
@@ -19,9 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_tutorial.arguments import Parser, output_file, positive_float, positive_int
+from ddp_tutorial.arguments import (
+    Parser,
+    init_method,
+    output_file,
+    positive_float,
+    positive_int,
+)
 from ddp_tutorial.device import backend_for, choose_device
-from ddp_tutorial.machines import bytes_sent, free_port
+from ddp_tutorial.machines import bytes_sent, check_port, free_port
 from ddp_tutorial.report import write_json
 
 
@@ -43,7 +50,8 @@ def parse_args():
     add("demos", nargs="+", metavar="DEMO", choices=names, help=", ".join(names))
     add("--nproc", type=positive_int, default=2, help="processes, from 2 on (2)")
     add("--start", choices=["spawn", "process"], default="spawn", help="how to start them (spawn)")
-    add("--init-method", default="env://", help="env://, tcp://HOST:PORT or file:///PATH (env://)")
+    add("--init-method", type=init_method, default="env://",
+        help="env://, tcp://HOST:PORT or file:///PATH (env://)")
     add("--late", type=positive_float, default=0.0, metavar="SECONDS",
         help="the last rank comes so much later (0)")
     add("--timeout", type=positive_float, default=60.0, metavar="SECONDS",
@@ -81,7 +89,8 @@ def start_processes(args):
 
 def worker(rank, args):
     """What every process runs."""
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, also while it waits for others
     join_process_group(rank, args)
     for name in args.demos:
         try:
@@ -252,6 +261,8 @@ def ping_pong():
             times.append((time.perf_counter() - start) / 2)
         seconds[size] = statistics.median(times[2:])
     RECORDS["ping_pong"] = seconds
+    for size, duration in seconds.items():
+        tell(f"ping_pong: {size:>10,} bytes, {1e6 * duration:8.0f} microseconds one way")
     dist.barrier()
 
 
@@ -523,7 +534,11 @@ def mismatch():
 # %% Main
 def main():
     args = parse_args()
-    choose_device(args.device, args.nproc, say=None)  # refused here, before there are any processes
+    # What would fail in every process is refused here, before there are any.
+    choose_device(args.device, args.nproc, say=None)
+    if args.init_method.startswith("tcp://"):
+        address, _, port = args.init_method.removeprefix("tcp://").rpartition(":")
+        check_port(address, int(port), remedy="name a free port, or leave out --init-method")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(free_port())
     start_processes(args)

@@ -474,7 +474,7 @@ def train(args, stage, no_sync, device, rank, world_size):
 
 def worker(rank, args):
     """What every process runs."""
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     device = join_process_group(args, rank)
     set_threads(args.threads, args.nproc, say=print if rank == 0 else None)
     load_data(args, say=print if rank == 0 else None)
