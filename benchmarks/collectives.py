@@ -1,14 +1,18 @@
-"""How long the collectives of one training step take by themselves: started by speed.py under torchrun."""
+"""Where a training step of two processes spends its time: started by speed.py under torchrun."""
 
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_tutorial.model import ConvNet
 
 STEPS = 300
+TRAINING_STEPS = 100
+BATCH_SIZE = 100
 
 
 def median_ms(operation):
@@ -21,6 +25,29 @@ def median_ms(operation):
     return 1000 * statistics.median(times)
 
 
+def training_ms(wrap):
+    """Milliseconds of each training step of a wrapped model, on this rank: [steps]."""
+    model = wrap(ConvNet())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images, labels = torch.randn(BATCH_SIZE, 1, 28, 28), torch.randint(10, (BATCH_SIZE,))
+    times = []
+    dist.barrier()
+    for _ in range(TRAINING_STEPS):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        times.append(1000 * (time.perf_counter() - start))
+    return torch.tensor(times[10:])
+
+
+def on_all_ranks(values):
+    """The values of every rank: [ranks, n]."""
+    everybody = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, values)
+    return torch.stack(everybody)
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -29,10 +56,17 @@ def main():
     buffers = torch.zeros(sum(buffer.numel() for buffer in model.buffers()))
     reduce = median_ms(lambda: dist.all_reduce(gradients))
     broadcast = median_ms(lambda: dist.broadcast(buffers, 0))
+    apart, together = [], []
+    for _ in range(5):  # in turns
+        apart.append(on_all_ranks(training_ms(lambda model: model)))
+        together.append(on_all_ranks(training_ms(DDP)))
+    apart, together = torch.cat(apart, dim=1), torch.cat(together, dim=1)
     if dist.get_rank() == 0:
-        print("a step's collectives alone, 2 processes:"
-              f" all-reduce of {gradients.numel():,} gradients {reduce:.2f} ms,"
-              f" broadcast of {buffers.numel()} buffer values {broadcast:.2f} ms")
+        print(f"a step of two processes side by side, batch {BATCH_SIZE}: {apart.mean():.1f} ms without communication,"
+              f" {together.mean():.1f} ms with DDP")
+        print(f"  of which {apart.amax(dim=0).mean() - apart.mean():.1f} ms if in each step both wait for the slower,"
+              f" {reduce:.2f} ms all-reduce of {gradients.numel():,} gradients alone,"
+              f" {broadcast:.2f} ms broadcast of {buffers.numel()} buffer values alone")
     dist.destroy_process_group()
 
 

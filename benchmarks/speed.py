@@ -146,27 +146,23 @@ def scaling(pairs, limit):
     for batch_size in (100, 400):
         images = min(60000, limit * batch_size // 100)  # as many steps, whatever the batch
         options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(images)]
-        compare(f"two processes to twice one process, batch {batch_size}",
-                partial(images_per_second, "03_torchrun", *options, processes=2),
-                partial(images_per_second, "01_single_device", *options, cores=1), pairs, scale=0.5)
-    independent(pairs, limit)
-    where_the_time_goes(limit)
+        one = partial(images_per_second, "01_single_device", *options, cores=1)
+        two = partial(images_per_second, "03_torchrun", *options, processes=2)
+        compare(f"two processes to twice one process, batch {batch_size}", two, one, pairs, scale=0.5)
+        # What the two cores give without any communication.
+        apart = partial(independent, options)
+        compare(f"two independent processes to twice one process, batch {batch_size}", apart, one, pairs, scale=0.5)
+    where_the_time_goes()
 
 
-def independent(pairs, limit):
-    """Two processes that know nothing of each other: what the two cores give without any communication."""
-    options = ["--threads", "1", "--batch-size", "100", "--limit", str(limit)]
-
-    def both():
-        with ThreadPoolExecutor(2) as pool:
-            return sum(pool.map(lambda _: images_per_second("01_single_device", *options), range(2)))
-
-    compare("two independent processes to twice one process, batch 100", both,
-            lambda: images_per_second("01_single_device", *options, cores=1), pairs, scale=0.5)
+def independent(options):
+    """images/s of two processes that know nothing of each other, together."""
+    with ThreadPoolExecutor(2) as pool:
+        return sum(pool.map(lambda _: images_per_second("01_single_device", *options), range(2)))
 
 
-def where_the_time_goes(limit):
-    """A step's collectives alone: the broadcast of batch norm's buffers and the all-reduce of all gradients."""
+def where_the_time_goes():
+    """A step with and without communication, and the step's collectives alone."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                            "benchmarks/collectives.py"], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE,
                           env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})

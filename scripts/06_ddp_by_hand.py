@@ -460,10 +460,11 @@ def train(args, stage, no_sync, device, rank, world_size):
     accuracy, tested = evaluate(model, test_loader, device)
     lanes = [None] * world_size
     dist.all_gather_object(lanes, lanes_of(profiler) if args.profile else None)
+    name = stage if len(args.no_sync) == 1 else f"{stage}, {no_sync}"
     report = make_report(
         args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
         test_accuracy=accuracy, test_samples=tested, speed=speed, start=start,
-        stage=stage, steps=steps, ms_per_batch=1000 * global_batch_size / speed.images_per_second,
+        stage=name, steps=steps, ms_per_batch=1000 * global_batch_size / speed.images_per_second,
         bytes_per_step=sent, ranks_differ_by=ranks_differ_by, lanes=lanes)
     if rank == 0:
         print_line(report)
@@ -481,8 +482,8 @@ def worker(rank, args):
     weights, reports = {}, {}
     for stage in args.stages:
         for no_sync in args.no_sync:
-            name = stage if len(args.no_sync) == 1 else f"{stage}, {no_sync}"
-            weights[name], reports[name] = train(args, stage, no_sync, device, rank, args.nproc)
+            trained, report = train(args, stage, no_sync, device, rank, args.nproc)
+            weights[report["stage"]], reports[report["stage"]] = trained, report
     ddp = next((name for name in weights if name.startswith("ddp")), None)
     for name in weights if ddp else []:
         difference = (weights[name] - weights[ddp]).abs().max().item()
@@ -496,7 +497,7 @@ def worker(rank, args):
 
 def print_line(report):
     sent = report["bytes_per_step"]
-    print(f"{report['stage']:10} {report['ms_per_batch']:6.1f} ms a batch,",
+    print(f"{report['stage']:17} {report['ms_per_batch']:6.1f} ms a batch,",
           f"{sent / 1000:6.1f} kB sent a step," if sent else "",
           f"ranks differ by {report['ranks_differ_by']:.1e}, {report['test_accuracy']:.2%} right")
 

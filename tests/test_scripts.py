@@ -252,6 +252,47 @@ def test_03_a_broken_snapshot_is_named(tmp_path):
     assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\x03\x04 not a snapshot"
 
 
+def join_as_a_worker(rank, attempt, port, seconds_late):
+    """What a worker of torchrun does to join, in a process that starts for it alone."""
+    import runpy
+    from argparse import Namespace
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    join = runpy.run_path(script("03"))["join_process_group"]
+    time.sleep(seconds_late)
+    join(Namespace(device="cpu"))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def test_03_a_restarted_worker_does_not_call_the_dead(monkeypatch):
+    """torchrun's store outlives its workers, and holds the addresses of the last attempt's. Rank 0 comes first."""
+    from datetime import timedelta
+    from multiprocessing import get_context
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60),
+                                       wait_for_workers=False)
+    for attempt in (0, 1):
+        workers = [context.Process(target=join_as_a_worker, args=(rank, attempt, store.port, 3 * attempt * rank))
+                   for rank in (0, 1)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join(40)
+            assert [worker.exitcode for worker in workers] == [0, 0], f"attempt {attempt}"
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
 def test_04_off_is_01(trained):
     """One process under DDP, without mixed precision, is the plain loop, to the last bit."""
     plain = trained(["01"], *TWENTY_STEPS)
