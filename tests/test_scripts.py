@@ -270,7 +270,10 @@ def join_as_a_worker(rank, attempt, port, seconds_late):
 
 
 def test_03_a_restarted_worker_does_not_call_the_dead(monkeypatch):
-    """torchrun's store outlives its workers, and holds the addresses of the last attempt's. Rank 0 comes first."""
+    """torchrun's store outlives its workers, and holds the addresses of the last attempt's. Rank 0 comes first.
+
+    Which of two ranks calls the other depends on their port numbers: it takes several attempts to see it go wrong.
+    """
     from datetime import timedelta
     from multiprocessing import get_context
 
@@ -279,14 +282,14 @@ def test_03_a_restarted_worker_does_not_call_the_dead(monkeypatch):
     context.set_forkserver_preload(["torch.distributed"])
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60),
                                        wait_for_workers=False)
-    for attempt in (0, 1):
-        workers = [context.Process(target=join_as_a_worker, args=(rank, attempt, store.port, 3 * attempt * rank))
+    for attempt in range(7):
+        workers = [context.Process(target=join_as_a_worker, args=(rank, attempt, store.port, rank))
                    for rank in (0, 1)]
         for worker in workers:
             worker.start()
         try:
             for worker in workers:
-                worker.join(40)
+                worker.join(30)
             assert [worker.exitcode for worker in workers] == [0, 0], f"attempt {attempt}"
         finally:
             for worker in workers:
