@@ -170,7 +170,7 @@ def say(text):
 
 def show(title, before, after, wanted):
     """Assert that this rank has what was wanted; print every rank's numbers, before and after."""
-    assert torch.equal(after, wanted), f"{title}: got {after.tolist()}, wanted {wanted.tolist()}"
+    assert torch.allclose(after, wanted), f"{title}: got {after.tolist()}, wanted {wanted.tolist()}"
     rows = in_rank_order((before.tolist(), after.tolist()))
     if rows:
         RECORDS[title] = rows

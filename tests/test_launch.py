@@ -499,7 +499,7 @@ def test_commands_of_one_cell_run_together_with_prefixes(project, capsys):
     """))
     launch("", "# two users\npython scripts/meet.py \\\n  a b\n\n  python scripts/meet.py b a\n")
     lines = capsys.readouterr().out.split("\n")
-    assert lines[:2] == ["[1] $ python scripts/meet.py    a b", "[2] $ python scripts/meet.py b a"]
+    assert lines[:2] == ["[1] $ python scripts/meet.py a b", "[2] $ python scripts/meet.py b a"]
     assert sorted(lines[2:]) == ["", "[1] 50 %\r[1] met", "[1] a", "[2] 50 %\r[2] met", "[2] b"]
 
 
