@@ -86,6 +86,6 @@ def _work(rank, world_size, meeting_point, seconds, target, arguments, pipe):
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         answer = (False, (f"raised {type(error).__name__}: {error}", frames))
     pipe.send(answer)
-    # Others may still wait for a message of ours: were we gone, they would fail for that. So wait for the caller's end.
+    # Others may still wait for a message of ours: were we gone, they would fail for that. The caller ends all.
     pipe.poll(None)
     os._exit(0)
