@@ -55,7 +55,10 @@ def stepper(wrapped_model, images):
 
 
 def in_turns(actions, rounds, times_a_round):
-    """Median seconds of each action: {name: seconds}; `actions` is {name: function}."""
+    """Median seconds of each action, {name: seconds}, and those of each round, {name: [seconds]}.
+
+    actions: {name: function}. The first round is a warm-up and does not count.
+    """
     seconds = {name: [] for name in actions}
     for number in range(rounds + 1):
         names = list(actions) if number % 2 else list(reversed(actions))
@@ -67,7 +70,7 @@ def in_turns(actions, rounds, times_a_round):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[name].append((time.perf_counter() - start) / times_a_round)
-    rounds_of = {name: values[1:] for name, values in seconds.items()}  # the first is a warm-up
+    rounds_of = {name: values[1:] for name, values in seconds.items()}
     return {name: statistics.median(values) for name, values in rounds_of.items()}, rounds_of
 
 

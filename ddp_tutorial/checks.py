@@ -16,6 +16,7 @@ import traceback
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from ddp_tutorial.paths import project_root
 
@@ -83,9 +84,8 @@ class _FirstCharacters(io.StringIO):
 
 
 def _judge(path, name, cases):
-    namespace = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+        namespace = _executed(path)
     except SyntaxError as error:
         return f"not yet: {path.name} line {error.lineno}: {error.msg}"
     except BaseException as error:
@@ -309,22 +309,20 @@ class SendAndRecvOnly:
     def __init__(self):
         import torch.distributed as dist
 
-        self.dist, self.rounds = dist, 0
-        self.originals = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
-
-    def __enter__(self):
+        self.rounds, self.really_send, self.really_recv = 0, dist.send, dist.recv
         refused = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
                    "all_to_all", "all_to_all_single", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
                    "broadcast_object_list", "gather_object", "scatter_object_list", "reduce_scatter_tensor",
                    "all_gather_into_tensor", "send_object_list", "recv_object_list")
-        for name in refused:
-            setattr(self.dist, name, partial(self._refuse, name))
-        self.dist.send, self.dist.recv = self._send, self._recv
+        stand_ins = {name: partial(self._refuse, name) for name in refused}
+        self.patch = mock.patch.multiple(dist, send=self._send, recv=self._recv, **stand_ins)
+
+    def __enter__(self):
+        self.patch.start()
         return self
 
     def __exit__(self, *_):
-        for name, function in self.originals.items():
-            setattr(self.dist, name, function)
+        self.patch.stop()
 
     @staticmethod
     def _refuse(name, *_, **__):
@@ -334,24 +332,28 @@ class SendAndRecvOnly:
         import torch
 
         self.rounds += 1
-        self.originals["send"](tensor, dst)
-        self.originals["send"](torch.tensor([self.rounds]), dst)
+        self.really_send(tensor, dst)
+        self.really_send(torch.tensor([self.rounds]), dst)
 
     def _recv(self, tensor, src):
         import torch
 
-        self.originals["recv"](tensor, src)
+        self.really_recv(tensor, src)
         sent_in = torch.zeros(1, dtype=torch.int64)
-        self.originals["recv"](sent_in, src)
+        self.really_recv(sent_in, src)
         self.rounds = max(self.rounds + 1, sent_in.item())
 
 
 def defined_in(path, name):
     """The function `name` of the exercise at `path`, absolute or relative to the series' folder."""
-    path = project_root() / path
+    return _executed(project_root() / path)[name]
+
+
+def _executed(path):
+    """What the file at `path` (a Path) defines: {name: value}. Raises whatever its code raises."""
     namespace = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
-    return namespace[name]
+    return namespace
 
 
 def all_reduce_on_rank(path):

@@ -327,8 +327,8 @@ def ring_steps(ranks=4, title=None):
     moments = [([row[:] for row in state], [])]
     for step in range(2 * (ranks - 1)):
         adding = step < ranks - 1
-        # In the second half the sums go round: rank r begins with chunk r + 1, which it has completed.
-        sends = [(rank, (rank - step + (0 if adding else ranks)) % ranks) for rank in range(ranks)]
+        # So the second half, in which the sums go round, begins with chunk r + 1 on rank r, which has completed it.
+        sends = [(rank, (rank - step) % ranks) for rank in range(ranks)]
         parcels = [(rank, chunk, state[rank][chunk]) for rank, chunk in sends]
         for rank, chunk, parcel in parcels:
             right = (rank + 1) % ranks

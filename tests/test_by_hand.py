@@ -1,29 +1,20 @@
 """Script 06: the ring, and each stage against DistributedDataParallel, on real ranks."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.by_hand import script_06
 from ddp_tutorial.machines import bytes_sent
 from ddp_tutorial.ranks import RankFailed, run_on_ranks
 
-ROOT = Path(__file__).parents[1]
 STAGES = ["average", "buckets", "overlap", "ring"]
 
 
-def by_hand():
-    """The script as a module, loaded once a process."""
-    if "by_hand" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("by_hand", ROOT / "scripts" / "06_ddp_by_hand.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules["by_hand"] = module
-    return sys.modules["by_hand"]
+by_hand = functools.cache(script_06)  # loaded once a process
 
 
 # ----------------------------------------------------------------------------------------------------------- the ring
