@@ -315,7 +315,7 @@ class SendAndRecvOnly:
                    "broadcast_object_list", "gather_object", "scatter_object_list", "reduce_scatter_tensor",
                    "all_gather_into_tensor", "send_object_list", "recv_object_list")
         stand_ins = {name: partial(self._refuse, name) for name in refused}
-        self.patch = mock.patch.multiple(dist, send=self._send, recv=self._recv, **stand_ins)
+        self.patch = mock.patch.multiple(dist, create=True, send=self._send, recv=self._recv, **stand_ins)
 
     def __enter__(self):
         self.patch.start()
