@@ -6,7 +6,6 @@ What is compared takes turns, round by round, in the same processes; medians cou
 """
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
@@ -21,19 +20,12 @@ from torch import nn
 from ddp_tutorial.arguments import output_file, positive_int
 from ddp_tutorial.device import backend_for, choose_device
 from ddp_tutorial.model import ConvNet
+from ddp_tutorial.paths import load_script
 from ddp_tutorial.report import write_json
 
 ROOT = Path(__file__).parents[1]
 SIZES = [2**power for power in (10, 12, 14, 16, 18, *range(20, 27))]  # 1 KiB to 64 MiB
 BUCKETS = [1, 16, 64, 256, 1024]  # KiB
-
-
-def script_06():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("by_hand", ROOT / "scripts" / "06_ddp_by_hand.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def deep_model():
@@ -103,7 +95,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group(backend_for(device))
     say = print if dist.get_rank() == 0 else lambda _: None
-    by_hand = script_06()
+    by_hand = load_script("06")
     stages = by_hand.STAGES
 
     images = torch.randn(100, 1, 28, 28, device=device)

@@ -73,6 +73,14 @@ def output_file(text):
     return path
 
 
+def input_file(text):
+    """The path of a file that can be read, for `add_argument(type=...)`."""
+    path = Path(text)
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"cannot read {text}: name a file that exists and that you may read")
+    return path
+
+
 def init_method(text):
     """Where processes meet, as `init_process_group` takes it, for `add_argument(type=...)`."""
     kind, _, rest = text.partition("://")
@@ -96,7 +104,7 @@ def init_method(text):
     return text
 
 
-def training_parser(doc):
+def training_parser(doc, norms=NORMS):
     """The options of every training script; `doc` is the script's docstring, shown by `--help`."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
@@ -112,7 +120,7 @@ def training_parser(doc):
     add("--threads", type=positive_int, help="CPU threads of each process (cores / processes of this machine)")
     add("--limit", type=positive_int, help="use the first so many images only")
     add("--width", type=positive_int, default=1, help="multiplies the model's channels (1)")
-    add("--norm", choices=NORMS, default="batch", help="the model's normalisation (batch)")
+    add("--norm", choices=norms, default="batch", help="the model's normalisation (batch)")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights (float32)")
     add("--json", type=output_file, metavar="FILE", help="write what happened to FILE")
     add("--checkpoint", type=output_file, metavar="FILE", help="write the trained weights to FILE")

@@ -424,6 +424,45 @@ def average_on_ranks_cases(function):
         yield call, partial(on_ranks, path, world_size, average_on_rank), [[[mean, mean], [2 * mean]]] * world_size
 
 
+def exact_accuracy_on_rank(path, images, batch_size):
+    import torch
+
+    function = defined_in(path, "accuracy")
+    labels = torch.arange(images) % 10
+    said = torch.where(torch.arange(images) % 3 == 0, labels, (labels + 1) % 10)  # every third one is right
+    return function(torch.nn.Identity(), torch.nn.functional.one_hot(said, 10).float(), labels, batch_size)
+
+
+def exact_accuracy_cases(function):
+    path = function.__globals__["__file__"]
+    for world_size, images, batch_size in ((2, 12, 3), (2, 7, 3), (3, 10, 4), (4, 2, 1)):
+        wanted = [len(range(0, images, 3)) / images] * world_size
+        call = f"accuracy of {images} images on {world_size} ranks, batches of {batch_size},"
+        target = partial(on_ranks, path, world_size, partial(exact_accuracy_on_rank, images=images,
+                                                             batch_size=batch_size))
+        yield call, target, wanted
+
+
+def local_loss_on_rank(path, counts):
+    """What one unit more of this rank's loss sum adds to the value for backward()."""
+    import torch
+    import torch.distributed as dist
+
+    function = defined_in(path, "local_loss")
+    rank = dist.get_rank()
+    loss_sum = torch.tensor(float(rank + 1), requires_grad=True)
+    (function(loss_sum, counts[rank]) * 1.0).backward()
+    return loss_sum.grad.item()
+
+
+def local_loss_cases(function):
+    path = function.__globals__["__file__"]
+    for counts in ([4, 4], [5, 3], [7, 1, 2], [3, 0]):
+        call = f"the gradient of local_loss by loss_sum, where the ranks have {shown(counts)} samples,"
+        run = partial(on_ranks, path, len(counts), partial(local_loss_on_rank, counts=counts))
+        yield call, run, [len(counts) / sum(counts)] * len(counts)
+
+
 # File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).
 EXERCISES = {
     "00_ranks": (
@@ -495,6 +534,8 @@ EXERCISES = {
         ),
         False,
     ),
+    "07_accuracy": ("accuracy", exact_accuracy_cases, True),
+    "07_local_loss": ("local_loss", local_loss_cases, True),
 }
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ class ConvNet(nn.Module):
 
     Args:
         width: multiplies the channels of both blocks (16 and 32).
-        norm: "batch", "group" (8 groups) or "none". With batch norm, an image's result depends on the images it
-            shares a process with; with the other two it does not.
+        norm: "batch", "group" (8 groups) or "none"; or a function from a number of channels to a layer. With batch
+            norm, an image's result depends on the images it shares a process with; with the other two it does not.
 
     Raises:
         ValueError: an unknown `norm`, or a `width` below 1.
@@ -48,7 +48,9 @@ def conv_block(channels_in, channels_out, norm):
 
 
 def norm_layer(norm, channels):
-    """The normalisation layer called `norm` for `[batch, channels, h, w]`."""
+    """The normalisation layer called `norm` (or made by it) for `[batch, channels, h, w]`."""
+    if callable(norm):
+        return norm(channels)
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "group":

@@ -23,8 +23,8 @@ MARKER = re.compile(r"^# %% (?P<name>.*\S)[ \t]*\n?", re.MULTILINE)
 ANY_MARKER = re.compile(r"^[ \t]*#[ \t]*%%")
 NAME = re.compile(r"(?!-)[^\W_](?:[^\W_]|[ -])*")
 STEP = re.compile(r"(\d\d)_\w+\.py")
-# A step builds on the one before it. These do not: 05 starts anew, and 06 takes DDP out of 02.
-BUILDS_ON = {"05": None, "06": "02"}
+# A step builds on the one before it. These do not: 05 starts anew, 06 takes DDP out of 02, and 07 goes on with 04.
+BUILDS_ON = {"05": None, "06": "02", "07": "04"}
 USAGE = "%%part PATH NAME [--after NAME], and the section's text below that line"
 
 

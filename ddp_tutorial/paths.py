@@ -1,5 +1,6 @@
 """Where things are in the reader's copy of the series."""
 
+import importlib.util
 from pathlib import Path
 
 
@@ -22,3 +23,14 @@ def build_dir():
     folder = project_root() / "build"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def load_script(step):
+    """The script of `step` ("07") as a module, without running its main(). Raises ValueError where there is none."""
+    found = sorted((project_root() / "scripts").glob(f"{step}_*.py"))
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} scripts begin with {step}_: name one step, as in load_script('07')")
+    spec = importlib.util.spec_from_file_location(f"script_{step}", found[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -384,6 +384,52 @@ def prediction(measured, predicted, others=None, ranges=None, title=None):
     return figure
 
 
+@plt.rc_context(STYLE)
+def confusion(counts, title=None):
+    """Which digit was taken for which: a table of counts, mistakes shaded by how many they are.
+
+    counts: [10][10], of the images of digit i that were taken for digit j.
+    """
+    figure, axes = _subplots(figsize=(6, 4.2))
+    most = max([count for i, row in enumerate(counts) for j, count in enumerate(row) if i != j] + [1])
+    shades = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(counts)]
+    axes.imshow(shades, cmap="Oranges", vmin=0, vmax=1.4 * most, aspect="auto")
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            if count:
+                axes.text(j, i, f"{count:,}", ha="center", va="center", fontsize=9,
+                          fontweight="normal" if i != j else "bold")
+    axes.set_xticks(range(len(counts)))
+    axes.set_yticks(range(len(counts)))
+    axes.set(xlabel="what the model said", ylabel="what it is")
+    wrong = sum(map(sum, shades))
+    axes.set_title(title or f"{sum(map(sum, counts)):,} images, {wrong:,} of them taken for another digit (shaded)")
+    return figure
+
+
+@plt.rc_context(STYLE)
+def small_batches(curves, title=None):
+    """Accuracy by the number of images in each process, every training a dot, their mean a line.
+
+    curves: dict from a label to a dict from images per process to the accuracies of the trainings, 0 to 1.
+    """
+    figure, axes = _subplots(figsize=(8, 3.6))
+    for (label, curve), (colour, line) in zip(curves.items(), RUN_LINES):
+        for size, accuracies in curve.items():
+            axes.plot([size] * len(accuracies), [100 * a for a in accuracies], "o", color=colour, alpha=0.4)
+        means = [100 * sum(accuracies) / len(accuracies) for accuracies in curve.values()]
+        axes.plot(list(curve), means, line, color=colour, linewidth=2, label=label)
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, sizes)
+    axes.minorticks_off()
+    axes.set(xlabel="images in each process (the global batch is the same)", ylabel="accuracy (%)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title or "Batch norm of each process: accuracy, by the images that share a mean and a variance")
+    return figure
+
+
 def format_facts(dtype):
     """Layout and limits of a floating-point dtype, from ``torch.finfo``.
 

@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.by_hand import script_06
 from ddp_tutorial.machines import bytes_sent
+from ddp_tutorial.paths import load_script
 from ddp_tutorial.ranks import RankFailed, run_on_ranks
 
 STAGES = ["average", "buckets", "overlap", "ring"]
 
 
-by_hand = functools.cache(script_06)  # loaded once a process
+@functools.cache  # loaded once a process
+def by_hand():
+    return load_script("06")
 
 
 # ----------------------------------------------------------------------------------------------------------- the ring

@@ -116,6 +116,40 @@ def step_seconds(ready, sizes, alpha, beta):
     one after the other, in this order, and each takes alpha + beta * bytes.
     """
 ''',
+    "07_accuracy": '''
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DistributedSampler
+
+
+def accuracy(model, images, labels, batch_size):
+    """Share of all images that the model gets right, from 0 to 1: the same number on every rank.
+
+    All ranks have all images, [n, …], and labels, [n]; each looks at its share of them.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = DistributedSampler(range(len(images)), world_size, rank, shuffle=False)
+    shares = []
+    for batch in BatchSampler(sampler, batch_size, drop_last=False):
+        right = model(images[batch]).argmax(dim=1) == labels[batch]
+        shares.append(right.float().mean())
+    mean = torch.stack(shares).mean()
+    dist.all_reduce(mean)
+    return mean.item() / world_size
+''',
+    "07_local_loss": '''
+import torch
+import torch.distributed as dist
+
+
+def local_loss(loss_sum, count):
+    """What this rank calls backward() on, under DDP, so that the gradient is that of the mean over
+    the samples of all ranks.
+
+    loss_sum: the loss summed over this rank's samples, a tensor. count: how many they are, maybe 0.
+    """
+    return loss_sum / count
+''',
 }
 
 SOLUTIONS = {
@@ -188,6 +222,24 @@ def average_gradients(model):
     for moment, size in zip(ready, sizes):
         free = max(free, moment) + alpha + beta * size
     return free
+""",
+    "07_accuracy": """
+
+def accuracy(model, images, labels, batch_size):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    counts = torch.zeros(2, dtype=torch.int64)
+    for batch in BatchSampler(range(rank, len(images), world_size), batch_size, drop_last=False):
+        right = model(images[batch]).argmax(dim=1) == labels[batch]
+        counts += torch.tensor([right.sum().item(), len(batch)])
+    dist.all_reduce(counts)
+    return counts[0].item() / counts[1].item()
+""",
+    "07_local_loss": """
+
+def local_loss(loss_sum, count):
+    count = torch.tensor(count)
+    dist.all_reduce(count)
+    return loss_sum * dist.get_world_size() / count
 """,
 }
 
@@ -384,6 +436,42 @@ MISTAKES = [
     ),
     ("06_step_seconds", "    return ready[-1] + alpha + beta * sizes[-1]", "0.01) gave 2.2, wanted 4.0"),
     ("06_step_seconds", "    return ready[0] + sum(alpha + beta * size for size in sizes)", "wanted 2.25"),
+    (
+        "07_accuracy",
+        SOLUTIONS["07_accuracy"].replace(
+            "range(rank, len(images), world_size)",
+            "DistributedSampler(range(len(images)), world_size, rank, shuffle=False)",
+        ),
+        "accuracy of 7 images on 2 ranks, batches of 3, gave [0.5, 0.5], wanted [0.428571, 0.428571]",
+    ),
+    (
+        "07_accuracy",
+        SOLUTIONS["07_accuracy"].replace("    dist.all_reduce(counts)\n", ""),
+        "gave [0.5, 0.333333], wanted [0.428571, 0.428571]",
+    ),
+    (
+        "07_accuracy",
+        """
+
+def accuracy(model, images, labels, batch_size):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = slice(rank, None, world_size)
+    share = (model(images[own]).argmax(dim=1) == labels[own]).float().mean()
+    dist.all_reduce(share)
+    return share.item() / world_size
+""",
+        "gave [0.416667, 0.416667], wanted [0.428571, 0.428571]",
+    ),
+    (
+        "07_local_loss",
+        "\n\ndef local_loss(loss_sum, count):\n    return loss_sum",
+        "gave [1.0, 1.0], wanted [0.25, 0.25]",
+    ),
+    (
+        "07_local_loss",
+        SOLUTIONS["07_local_loss"].replace(" * dist.get_world_size()", ""),
+        "gave [0.125, 0.125], wanted [0.25, 0.25]",
+    ),
 ]
 
 
@@ -393,6 +481,8 @@ CASES = {
     "05_broadcast": 8,
     "06_average": 3,
     "06_step_seconds": 5,
+    "07_accuracy": 4,
+    "07_local_loss": 4,
     "00_ranks": 6,
     "00_workers": 4,
     "01_accuracy": 5,
@@ -442,6 +532,8 @@ STUBS_GIVE = {
     "03_atomic_save": "gave no file, wanted 0",
     "05_all_reduce": "and so on, gave [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], wanted [[11.0, 22.0, 33.0], [11.0",
     "05_broadcast": "broadcast on 2 ranks gave [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]], wanted",
+    "07_accuracy": "accuracy of 7 images on 2 ranks, batches of 3, gave [0.666667, 0.666667], wanted [0.428571",
+    "07_local_loss": "where the ranks have [5, 3] samples, gave [0.2, 0.333333], wanted [0.25, 0.25]",
     "06_average": "with gradients of 0, 12 … and of 0, 24 …, gave [[[12.0, 12.0], [24.0]]",
 }
 
