@@ -17,8 +17,8 @@ def refuse(message):
     A launcher ends all workers as soon as one has ended. So the first process of a machine speaks at once, and the
     others wait: usually they have been ended by then, and the line stands there once.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank != 0:
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if local_rank != "0":
         time.sleep(3)
         message = f"[rank {os.environ.get('RANK', local_rank)}] {message}"
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
@@ -26,20 +26,46 @@ def refuse(message):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser whose errors are one line, and that wants a file of its own for each output."""
+
+    def parse_args(self, *arguments):
+        args = super().parse_args(*arguments)
+        outputs = {}
+        for action in self._actions:
+            path = getattr(args, action.dest, None)
+            if action.type in (output_file, output_folder) and path is not None:
+                other = outputs.setdefault(path, action.option_strings[0])
+                if other != action.option_strings[0]:
+                    self.error(f"{other} and {action.option_strings[0]} name the same {path}: give each its own")
+        return args
 
     def error(self, message):
         refuse(f"{message} (--help lists the options)")
 
 
+LARGEST = 10**9  # of the whole numbers: beyond it PyTorch, or the machine, would give up later and less clearly
+
+
 def positive_int(text):
-    """A whole number from 1 on, for `add_argument(type=...)`."""
+    """A whole number from 1 to LARGEST, for `add_argument(type=...)`."""
     return _number(text, int, 1, "a whole number of at least 1")
 
 
 def non_negative_int(text):
-    """A whole number from 0 on, for `add_argument(type=...)`."""
+    """A whole number from 0 to LARGEST, for `add_argument(type=...)`."""
     return _number(text, int, 0, "a whole number of at least 0")
+
+
+def whole_number(largest):
+    """A type for `add_argument`: whole numbers from 1 to `largest`."""
+
+    def parse(text):
+        return _number(text, int, 1, f"a whole number from 1 to {largest:,}", largest)
+
+    return parse
+
+
+port_number = whole_number(65535)
 
 
 def positive_float(text):
@@ -47,29 +73,59 @@ def positive_float(text):
     return _number(text, float, sys.float_info.min, "a number above 0")
 
 
-def _number(text, kind, smallest, wanted):
+def _number(text, kind, smallest, wanted, largest=None):
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if not smallest <= value < math.inf:
+    if kind is int and largest is None and value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is too large: {LARGEST:,} is the largest that makes sense")
+    if not smallest <= value < math.inf or value > (largest or math.inf):
         raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
     return value
 
 
 def output_file(text):
     """The path of a file to write, in a folder that is made here if need be, for `add_argument(type=...)`."""
-    path = Path(text)
     try:
+        path = Path(text).expanduser().resolve()  # a link stays, and what it leads to is written
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        with tempfile.TemporaryFile(dir=path.parent):
+            raise OSError("it is a folder")
+        if path.exists() and not path.is_file():  # renaming a file to /dev/null would replace it
+            raise OSError("it is no ordinary file")
+        # What is written first has a longer name.
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp"):
             pass
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody
+        reason = getattr(error, "strerror", None) or error
         message = f"cannot write {text} ({reason}): name a file in a folder you may write to"
         raise argparse.ArgumentTypeError(message) from None
+    return path
+
+
+def output_folder(text):
+    """The path of a folder to write files in, made here if need be, for `add_argument(type=...)`."""
+    try:
+        path = Path(text).expanduser().resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"cannot write into {text} ({reason}): name a folder that you may write to"
+        raise argparse.ArgumentTypeError(message) from None
+    return path
+
+
+def existing_folder(text):
+    """The path of a folder to read from, for `add_argument(type=...)`; it need not exist yet."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        path = None
+    if not text or path is None or path.is_file():
+        raise argparse.ArgumentTypeError(f"'{text}' is no folder: name one")
     return path
 
 
@@ -110,16 +166,17 @@ def training_parser(doc, norms=NORMS):
     add = parser.add_argument
     add("--epochs", type=positive_int, default=1, help="passes over the training set (1)")
     add("--batch-size", type=positive_int, default=100, help="images a step in EACH process (100)")
-    add("--lr", type=positive_float, default=0.05, help="highest learning rate, after warm-up (0.05)")
+    add("--lr", type=positive_float, default=0.05,
+        help="highest learning rate; a training of fewer than 60 steps does not reach it (0.05)")
     add("--seed", type=non_negative_int, default=0, help="of the initial weights and the shuffling (0)")
     add("--data", choices=["auto", "mnist", "printed"], default="auto",
         help="auto: MNIST, or printed digits where it cannot be had")
-    add("--data-dir", type=Path, help="folder that holds MNIST/raw (DDP_TUTORIAL_DATA, else data)")
+    add("--data-dir", type=existing_folder, help="folder that holds MNIST/raw (DDP_TUTORIAL_DATA, else data)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
         help="auto: a GPU for each process, else CPU")
-    add("--threads", type=positive_int, help="CPU threads of each process (cores / processes of this machine)")
-    add("--limit", type=positive_int, help="use the first so many images only")
-    add("--width", type=positive_int, default=1, help="multiplies the model's channels (1)")
+    add("--threads", type=whole_number(1024), help="CPU threads of each process (cores / processes of this machine)")
+    add("--limit", type=positive_int, help="use the first so many images only, for training and for testing")
+    add("--width", type=whole_number(1024), default=1, help="multiplies the model's channels (1)")
     add("--norm", choices=norms, default="batch", help="the model's normalisation (batch)")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of the weights (float32)")
     add("--json", type=output_file, metavar="FILE", help="write what happened to FILE")

@@ -51,6 +51,8 @@ def usable_cores():
     """CPU cores that this process may run on; `%%launch` divides them among the commands it runs together."""
     share = os.environ.get("DDP_TUTORIAL_CORES")
     if share:
+        if not share.isascii() or not share.isdigit() or int(share) < 1:
+            refuse(f"DDP_TUTORIAL_CORES={share} is not a whole number of at least 1: unset it")
         return int(share)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -87,7 +89,7 @@ def _users_omp_threads():
     value = os.environ.get("OMP_NUM_THREADS", "")
     if "DDP_TUTORIAL_CORES" in os.environ:
         return None  # then %launch has set the other, too
-    if value == "1" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if value == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         # torchrun sets 1 by itself. What the user had set is in the environment that torchrun was started with.
         try:
             started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
@@ -95,4 +97,4 @@ def _users_omp_threads():
             return None
         if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in started_with):
             return None
-    return int(value) if value.isdigit() and int(value) > 0 else None
+    return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None

@@ -151,6 +151,10 @@ def _with_program(words):
         return [sys.executable, "-m", "torch.distributed.run", *rest]
     path = str(project_root() / name) if "/" in name else shutil.which(name, path=_environment()["PATH"])
     if path is None or not os.access(path, os.X_OK) or os.path.isdir(path):
+        if name.startswith("{"):
+            raise LaunchError(f"there is no variable {name[1:].split('}')[0]} so far: run the cell that defines it")
+        if name.endswith(".py"):
+            raise LaunchError(f"{name} is a script, not a program: put python, or torchrun, before it")
         raise LaunchError(f"there is no program {name}")
     return [path, *rest]
 
@@ -333,7 +337,8 @@ class _Run:
     def why_it_failed(self):
         """One line, or None when every command succeeded."""
         if self.late:
-            return f"no end within {self.deadline:g} s, so everything was ended (--deadline SECONDS allows more)"
+            return (f"no end within {self.deadline:g} s, so everything was ended; either it needs longer (--deadline"
+                    " SECONDS), or ranks wait for each other: do all make the same collectives in the same order?")
         if self.failure is None:
             return None if self.done else "the supervising process was killed, so everything was ended"
         status, index = self.failure["status"], self.failure["index"]
@@ -588,7 +593,7 @@ class _Findings:
     def _read_summaries(self, command, line):
         if match := re.match(r"-- Process (\d+) terminated with the following error", line):
             self.spawned = match[1]
-        elif match := re.match(r"(?:\[[^]]*\]:? ?)?\S+: error: .+", line):
+        elif match := re.match(r"(?:\[[^]]*\]:? ?)?(?:\S+: error: .+|\d\d_\w+\.py: .+)", line):
             self.usage = self.usage or line
         elif "failed (exitcode: " in line:  # torchrun goes on where it may restart them: the last attempt counts
             self.attempts[command] = self.attempts.get(command, 0) + 1
@@ -609,12 +614,12 @@ class _Findings:
         return self.count - traceback.end
 
     def reason(self, command):
+        if self.usage:
+            return self.usage
         found = self.first()
         if found:
             rank = f" (rank {found.rank})" if found.rank is not None else ""
             return _short(found.final) + rank
-        if self.usage:
-            return self.usage
         if self.root_status is not None:
             return f"rank {self.root_rank}: {_how_it_ended(self.root_status)}"
         finals = [each.final for each in self.tracebacks if each.final]

@@ -8,6 +8,10 @@ import torch.distributed as dist
 
 from ddp_tutorial.arguments import refuse
 
+# Options that may differ from machine to machine; the process counts are compared by themselves.
+THIS_MACHINES = ("nodes", "nproc", "node_rank", "master_addr", "master_port", "data_dir", "json", "checkpoint",
+                 "snapshot", "threads", "device", "init_method", "save_every")
+
 
 def free_port():
     """A TCP port on this machine that nobody uses right now."""
@@ -28,7 +32,7 @@ def bytes_sent():
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
-def check_port(address, port, remedy="leave out --master-port to get a free one"):
+def check_port(address, port, remedy="give this machine's own address, and leave out --master-port to get a free one"):
     """Refuse, in one line, to listen on `address:port` where that cannot be done."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,20 +42,25 @@ def check_port(address, port, remedy="leave out --master-port to get a free one"
             refuse(f"cannot listen on {address}:{port} ({error.strerror}): {remedy}")
 
 
-def check_machines_agree(nodes, node_rank, processes, address, port, patience=60.0):
+def check_machines_agree(nodes, node_rank, processes, address, port, options=None, patience=60.0):
     """Let the machines of a job compare their process counts, and refuse the job in one line where they differ.
 
     Ranks are counted as `node_rank * processes + local_rank`. With unequal counts two processes would get the same
     rank, and all of them would wait for one that never comes. The port is free again when this returns.
+    With different options the machines would train different models, or one would wait for the other for ever.
 
     Args:
         nodes, node_rank: machines of the job, and the number of this one.
         processes: processes that this machine is about to start.
         address, port: where machine 0 listens.
+        options: the training's other options, by name; those of THIS_MACHINES may differ.
         patience: seconds to wait for the other machines.
     """
     where = f"{address}:{port}"
     plan = f"--nodes {nodes} --nproc {processes}"
+    for name, value in sorted((options or {}).items()):
+        if name not in THIS_MACHINES:
+            plan += f" --{name.replace('_', '-')} {value}"
     try:
         store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
@@ -81,5 +90,7 @@ def _compare_plans(store, nodes, plan):
     for number in range(1, nodes):
         other = store.get(f"machine {number}").decode()
         if other != plan:
-            return f"machine 0 was given {plan}, but machine {number} {other}: give all of them the same"
+            pairs = [(mine, theirs) for mine, theirs in zip(plan.split(" --"), other.split(" --")) if mine != theirs]
+            mine, theirs = (" --".join(words).removeprefix("--") for words in zip(*pairs)) if pairs else (plan, other)
+            return f"machine 0 was given --{mine}, but machine {number} --{theirs}: give all of them the same"
     return ""

@@ -527,7 +527,8 @@ def _draw_gradients(axes, sizes, lowest, highest):
     for label, (group, look) in groups.items():
         if len(group):
             inside = group.clamp(lowest, highest).tolist()
-            axes.hist(inside, bins, label=f"{len(group) / len(sizes):.1%} {label}", edgecolor="white", **look)
+            label = f"{len(group):,} ({len(group) / len(sizes):.1%}) {label}"
+            axes.hist(inside, bins, label=label, edgecolor="white", **look)
     axes.set(xscale="log", xlim=(lowest, highest), ylabel="gradients")
     axes.set_title("Sizes of the gradients that are not 0")
     if len(sizes):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ddp_tutorial.arguments import refuse
 from ddp_tutorial.device import backend_for
 from ddp_tutorial.paths import project_root
 
@@ -67,20 +69,32 @@ def params_sha256(model):
 
 
 def write_report(args, *details, **more):
-    """Write what a training did, as `make_report` puts it, to the file `args.json`; nothing where that is None."""
+    """Write what a training did, as `make_report` puts it, to the file `args.json`; nothing where that is None.
+
+    Ranks that ended with different weights, and a loss that is no number, are said in one line and end this process
+    with exit status 2: nobody shall take such a training for a success.
+    """
+    report = make_report(args, *details, **more)
+    if len(set(report.get("rank_params_sha256", [""]))) > 1:
+        refuse("the ranks ended with different weights: give all machines the same options, data and version")
+    if not all(map(math.isfinite, report["train_loss"])):
+        refuse(f"the loss is no number any more: try again with a smaller --lr than {args.lr:g}")
     if args.json is not None:
-        write_json(make_report(args, *details, **more), args.json)
+        write_json(report, args.json)
 
 
 def write_json(value, path):
     """Write `value` to the file at `path` (a Path) as JSON, in one rename: nobody ever finds half a file there."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_report(args, model, train_set, loss_sums, *, device, world_size, test_accuracy, test_samples, speed, start,
-                **more):
+                global_batch_size=None, **more):
     """What a training did, as a dict for `write_json`.
 
     Args:
@@ -88,11 +102,12 @@ def make_report(args, model, train_set, loss_sums, *, device, world_size, test_a
         train_set: the training set, for its length and its source.
         loss_sums: a tensor a trained epoch: each step's loss, summed over all images of all processes, [steps].
         test_accuracy: share of the test images that are right, 0 to 1; `test_samples`: how many images that were.
+        global_batch_size: images a step of all processes; `args.batch_size` times `world_size` where it is not given.
         speed: a Speedometer; `start`: when the training began, by `time.perf_counter()`, in seconds.
         more: further entries.
     """
     images = len(train_set)
-    global_batch_size = args.batch_size * world_size
+    global_batch_size = global_batch_size or args.batch_size * world_size
     epochs = [sums.double().cpu() for sums in loss_sums]
     counts = torch.tensor([min(global_batch_size, images - first) for first in range(0, images, global_batch_size)])
     return {
@@ -119,5 +134,15 @@ def make_report(args, model, train_set, loss_sums, *, device, world_size, test_a
 
 
 def read_report(path):
-    """The report at `path`, relative to the series' folder, as a dict."""
-    return json.loads((project_root() / path).read_text())
+    """The report at `path`, relative to the series' folder, as a dict. Raises ReportMissing."""
+    path = project_root() / path
+    if not path.is_file():
+        raise ReportMissing(f"there is no report {path.name} so far: run the cell that launches its training")
+    return json.loads(path.read_text())
+
+
+class ReportMissing(FileNotFoundError):
+    """Asked for a report before there is one; its text is the line to show."""
+
+    def _render_traceback_(self):  # asked for by IPython
+        return [f"{type(self).__name__}: {self}"]

@@ -25,6 +25,7 @@ from ddp_tutorial.arguments import (
     init_method,
     load_data,
     non_negative_int,
+    port_number,
     positive_int,
     training_parser,
 )
@@ -42,7 +43,7 @@ def parse_args():
     add("--nodes", type=positive_int, default=1, help="machines (1)")
     add("--node-rank", type=non_negative_int, default=0, help="number of this machine, from 0")
     add("--master-addr", default="127.0.0.1", help="address of machine 0 (127.0.0.1)")
-    add("--master-port", type=positive_int, help="port on machine 0 (any free one)")
+    add("--master-port", type=port_number, help="port on machine 0 (any free one)")
     add("--init-method", type=init_method, default="env://",
         help="env://, tcp://HOST:PORT or file:///PATH (env://)")
     args = parser.parse_args()
@@ -174,9 +175,12 @@ def evaluate(model, test_loader, device):
 # %% Save
 def save_checkpoint(model, path):
     """Write the weights beside `path`, then rename: nobody ever finds half a file there."""
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(model.state_dict(), temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(model.state_dict(), temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where the disk was full
 
 
 # %% Main
@@ -232,9 +236,12 @@ def main():
     load_data(args, say=None)
     if args.nodes > 1:
         check_machines_agree(
-            args.nodes, args.node_rank, args.nproc, args.master_addr, args.master_port)
-    elif args.master_port:
-        check_port(args.master_addr, args.master_port)
+            args.nodes, args.node_rank, args.nproc, args.master_addr, args.master_port, vars(args))
+    elif args.init_method.startswith("tcp://"):
+        address, _, port = args.init_method.removeprefix("tcp://").rpartition(":")
+        check_port(address, int(port), remedy="name a free port, or leave out --init-method")
+    else:
+        check_port(args.master_addr, args.master_port or 0)
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port or free_port())
     mp.spawn(worker, args=(args,), nprocs=args.nproc)

@@ -46,7 +46,7 @@ def parse_args():
     add("--kill-after", type=positive_int, metavar="EPOCH",
         help="rehearse a failure: the last rank is killed after this epoch, once")
     args = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         parser.error("start this script with torchrun, which gives every process its rank:"
                      " torchrun --standalone --nproc-per-node 2 scripts/04_mixed_precision.py")
     return args
@@ -195,15 +195,18 @@ def evaluate(model, test_loader, device):
 # %% Save
 def save_atomically(state, path):
     """Write beside `path`, then rename: nobody ever finds half a file there."""
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where the disk was full
 
 
 def save_snapshot(path, args, epoch, model, optimizer, scheduler, scaler, loss_sums):
     """Save all that training needs to go on after `epoch` as if it had never stopped."""
     save_atomically({
-        "made_for": model_options(args),
+        "made_for": training_options(args),
         "epoch": epoch,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -220,6 +223,8 @@ def load_snapshot(path, args, rank, device, model, optimizer, scheduler, scaler)
     snapshot = [read_snapshot(path, args) if rank == 0 else None]
     dist.broadcast_object_list(snapshot, src=0, device=device)
     snapshot = snapshot[0]
+    if isinstance(snapshot, str):
+        refuse(snapshot)
     if snapshot is None:
         return 0, []
     model.load_state_dict(snapshot["model"])
@@ -231,23 +236,30 @@ def load_snapshot(path, args, rank, device, model, optimizer, scheduler, scaler)
 
 
 def read_snapshot(path, args):
-    """The snapshot at `path`, None if there is none; another model's is refused."""
+    """The snapshot at `path`, None if there is none, or a line that says why it is of no use."""
     if path is None or not path.exists():
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        made_for = snapshot["made_for"]
+        made_for, epoch = snapshot["made_for"], snapshot["epoch"]
     except Exception as error:
-        refuse(f"{path} is not a snapshot of this script ({type(error).__name__}): move it away")
-    if made_for != model_options(args):
-        refuse(f"{path} is a snapshot of {made_for}, and you asked for {model_options(args)}:"
-               " give the same options, or another --snapshot")
+        return f"{path} is not a snapshot of this script ({type(error).__name__}): move it away"
+    wanted = training_options(args)
+    if made_for != wanted:
+        then = ", ".join(f"{name} {made_for.get(name)}" for name in wanted
+                         if made_for.get(name) != wanted[name])
+        return (f"{path} was made with other options ({then}):"
+                " give the same, or another --snapshot")
+    if epoch > args.epochs:
+        return f"{path} has done {epoch} epochs: give --epochs {epoch} or more"
     return snapshot
 
 
-def model_options(args):
-    """What must be the same when a snapshot is loaded."""
-    return {"width": args.width, "norm": args.norm, "dtype": args.dtype, "amp": args.amp}
+def training_options(args):
+    """What must be the same when a snapshot is loaded: the model, and the order of the images."""
+    names = ("width", "norm", "dtype", "amp", "lr", "seed", "limit")
+    options = {name: getattr(args, name) for name in names}
+    return options | {"global batch": args.batch_size * dist.get_world_size()}
 
 
 # %% Main

@@ -421,9 +421,12 @@ def evaluate(model, test_loader, device):
 # %% Save
 def save_checkpoint(model, path):
     """Write the weights beside `path`, then rename: nobody ever finds half a file there."""
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(model.state_dict(), temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(model.state_dict(), temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where the disk was full
 
 
 # %% Main

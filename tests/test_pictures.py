@@ -184,7 +184,7 @@ def test_gradients_below_float16_are_counted():
     figure = pictures.float_formats(gradients)
     histogram = figure.axes[1]
     texts = [text.get_text() for text in histogram.get_legend().get_texts()]
-    assert texts == ["40.0% become 0 in float16", "40.0% survive", "20.0% become infinite"]
+    assert texts == ["2 (40.0%) become 0 in float16", "2 (40.0%) survive", "1 (20.0%) become infinite"]
     lost = [bar for bar in histogram.patches if to_hex(bar.get_facecolor()) == pictures.WRONG.lower()]
     assert sum(bar.get_height() for bar in lost) == 2
     assert max(bar.get_x() + bar.get_width() for bar in lost if bar.get_height()) <= 2.0**-25

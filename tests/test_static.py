@@ -221,6 +221,21 @@ def test_series_is_complete():
     assert series_problems(ROOT) == []
 
 
+SHOWN = [  # (notebook, cell, text of its output): failures that a lesson is about, which nbval does not compare
+    ("02_ddp_spawn", "launch-unequal", "machine 0 was given --nproc 1, but machine 1 --nproc 2"),
+    ("02_ddp_spawn", "launch-failure", "ZeroDivisionError: division by zero"),
+    ("03_torchrun", "launch-killed", "killed after epoch 1, on purpose"),
+    ("03_torchrun", "launch-failure-recorded", "RuntimeError: the disk is full"),
+    ("07_evaluation_and_batchnorm", "launch-alone", "[rank 1] through the wrapper: failed, no answer"),
+]
+
+
+@pytest.mark.parametrize(("stem", "cell_id", "text"), SHOWN, ids=lambda value: value[:30])
+def test_lessons_on_failure_show_it(stem, cell_id, text):
+    (cell,) = (cell for cell in read(ROOT / "notebooks" / f"{stem}.ipynb").cells if cell.id == cell_id)
+    assert text in stream(cell, "stdout")
+
+
 def test_most_outputs_are_compared():
     shares = ignored(NOTEBOOKS)
     skipped, total = (sum(column) for column in zip(*shares.values()))

@@ -39,7 +39,7 @@ def main():
         arrow(axes, (6.25, y), (6.62, 1.3 + (y - 1.3) * 0.3))
         arrow(axes, (8.2, 1.3 + (y - 1.3) * 0.3), (9.25, y))
     axes.text(7.37, 1.3, "mean of the\ngradients", ha="center", va="center", fontsize=10.5)
-    proof = "as one process with all 100 images would have done, to the last rounding: notebook 02 proves it"
+    proof = "as one process with all 100 images would have done, but for batch norm: notebook 02 proves it"
     axes.text(6.15, -0.2, proof, ha="center", fontsize=10)
     folder = Path(__file__).parents[1] / "docs"
     folder.mkdir(exist_ok=True)
