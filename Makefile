@@ -40,8 +40,9 @@ outputs: setup ## run every notebook in place, to commit its outputs (on the rea
 reset: ## bring back scripts/ and notebooks/ as committed; your edits go to build/
 	@$(or $(wildcard $(python)),python3) tools/reset.py
 
-soak: setup ## launch a two-process script 50 times in a row
+soak: setup ## launch a two-process script 50 times in a row, and kill trainings 100 times
 	$(python) -m pytest tests/test_soak.py --launches 50
+	$(python) -m pytest tests/test_elastic.py -k random_moments --kills 100
 
 # Alone on the machine, threads may wait as PyTorch lets them: that is what a reader's terminal does, too.
 bench: setup ## measure the figures in README.md

@@ -8,8 +8,9 @@ torchrun --nnodes 1:2 --max-restarts 3 --nproc-per-node 8 --rdzv-backend c10d \\
     --rdzv-endpoint 10.0.0.1:29500 scripts/08_checkpoint_and_elastic.py --snapshot /shared/run
 
 Run the same command again to go on. SIGTERM and Ctrl-C: all ranks stop after the same step, with a
-snapshot, and exit with status 0 (but torchrun itself exits with 1 when it got the signal). A second
-signal, more than a second later, ends the process at once, with status 128 + the signal's number.
+snapshot. Those that got the signal exit with status 0 (though torchrun itself exits with 1), and
+those that stopped because another rank got it with 75, so that their torchrun may start them again.
+A second signal, more than a second later, ends a process at once, with 128 + the signal's number.
 """
 
 
@@ -113,6 +114,9 @@ def leave_process_group():
 
 
 # %% Stop requests
+STOPPED_BY_ANOTHER_RANK = 75  # sysexits.h: a temporary failure, try again
+
+
 class StopRequest:
     """SIGTERM, Ctrl-C, or the death of the launcher ask for a stop; all ranks agree on the step."""
 
@@ -151,6 +155,13 @@ class StopRequest:
         self.work = dist.all_reduce(
             self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return stop
+
+    def reached_this_rank(self):
+        """Whether this rank was asked; launchers ask one after the other, so wait a moment."""
+        deadline = time.monotonic() + 1
+        while self.asked_at is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.asked_at is not None or os.getppid() != self.launcher
 
     def finish(self):
         """Wait for the answer that is still under way."""
@@ -194,9 +205,13 @@ def make_loaders(args, device, rank, world_size, global_batch_size):
     test_shard = range(rank, len(test_set), world_size)
     test_batches = BatchSampler(test_shard, batch_size=1000, drop_last=False)
     # batch_size=None: a sampler hands out whole batches, and the data set looks them up in one go.
-    pin = device.type == "cuda"
-    train_loader = DataLoader(train_set, batch_size=None, sampler=train_batches, pin_memory=pin)
-    test_loader = DataLoader(test_set, batch_size=None, sampler=test_batches, pin_memory=pin)
+    # Each time it begins, a loader draws a random number, and a resumed epoch begins twice. With a
+    # generator of their own, the loaders leave the random numbers of the training alone.
+    options = {"batch_size": None, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(
+        train_set, sampler=train_batches, generator=torch.Generator(), **options)
+    test_loader = DataLoader(
+        test_set, sampler=test_batches, generator=torch.Generator(), **options)
     return train_loader, test_loader, train_batches
 
 
@@ -390,6 +405,9 @@ def load_weights(path, model):
 
 
 # %% Snapshots
+LOCK_PATIENCE = 20  # seconds
+
+
 class Progress:
     """How far the training is."""
 
@@ -443,7 +461,7 @@ def find_snapshot(args, rank, device):
         # Two trainings in one folder would go on from each other's snapshots.
         lock = FileLock(args.snapshot / ".lock")
         try:
-            lock.acquire(timeout=20)  # the last run may still be ending
+            lock.acquire(timeout=LOCK_PATIENCE)  # the last run may still be ending
             found = newest_snapshot(args)
         except Timeout:
             found = f"{args.snapshot} is in use by another training: give another --snapshot"
@@ -591,8 +609,8 @@ def train(args, device, rank, world_size):
                 ddp_model, batches, global_counts[progress.step :], optimizer, scheduler, scaler,
                 device, args.amp, args.clip_norm):
             progress.add(loss_sum)
-            stopped = stop_request.agreed()
-            stopped = stopped or progress.steps - progress.steps_before == args.stop_after
+            due_to_stop = progress.steps - progress.steps_before == args.stop_after
+            stopped = stop_request.agreed() or due_to_stop
             due = progress.steps % args.snapshot_every == 0 or progress.steps == progress.total
             if args.snapshot and (stopped or due):
                 take_snapshot(args, device, progress, global_batch_size, parts)
@@ -618,7 +636,7 @@ def train(args, device, rank, world_size):
             kept = f"in {args.snapshot}" if args.snapshot else "nowhere, for want of --snapshot"
             print(f"stopped after step {progress.steps} of {progress.total}, kept {kept}:"
                   " run the same command again to go on")
-        return
+        return 0 if due_to_stop or stop_request.reached_this_rank() else STOPPED_BY_ANOTHER_RANK
     if results is None:  # nothing was left to train
         results, predictions = evaluate(model, test_loader, device)
     fingerprints = [None] * world_size
@@ -636,6 +654,7 @@ def train(args, device, rank, world_size):
             speed=speed, start=start, rank_params_sha256=fingerprints, amp=args.amp,
             loss_scale=scaler.get_scale(), norm=args.norm, global_batch_size=global_batch_size,
             restarts=restarts(), **results)
+    return 0
 
 
 @record
@@ -645,8 +664,9 @@ def main():
     rank, world_size, device = join_process_group(args)
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     set_threads(args.threads, local_world_size, say=print if rank == 0 else None)
-    train(args, device, rank, world_size)
+    status = train(args, device, rank, world_size)
     leave_process_group()
+    sys.exit(status)
 
 
 if __name__ == "__main__":

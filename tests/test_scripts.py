@@ -31,13 +31,17 @@ ENVIRONMENT = os.environ | {
 }  # fmt: skip
 
 
-def start(*command, **environment):
-    """Start a command at the repository's root. `01`, `02`… as its first word is that script."""
+def start(*command, output=None, **environment):
+    """Start a command at the repository's root. `01`, `02`… as its first word is that script.
+
+    output: a file for what it prints, in place of pipes.
+    """
     command = [str(word) for word in command]
     if re.fullmatch(r"\d\d", command[0]):
         command = [sys.executable, script(command[0]), *command[1:]]
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | environment, text=True, encoding="utf-8",
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            stdin=subprocess.DEVNULL, stdout=output or subprocess.PIPE,
+                            stderr=subprocess.STDOUT if output else subprocess.PIPE,
                             start_new_session=True)
 
 
