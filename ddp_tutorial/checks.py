@@ -463,6 +463,54 @@ def local_loss_cases(function):
         yield call, run, [len(counts) / sum(counts)] * len(counts)
 
 
+def small_training(seed):
+    """A model that draws random numbers, an optimizer with memory, and a schedule."""
+    import torch
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def train_on(model, optimizer, scheduler, epoch=0, step=0, until=10):
+    """Go on from `step` of `epoch`, of 2 epochs of 5 steps, until so many steps are done. Returns a snapshot."""
+    import torch
+
+    done = 5 * epoch + step
+    while done < until:
+        images = torch.randn(8, 4, generator=torch.Generator().manual_seed(done))
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        done += 1
+    # Five steps of the first epoch are none of the second.
+    return {"epoch": done // 5, "step": done % 5, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(), "rng": torch.get_rng_state()}
+
+
+def resume_cases(function):
+    import torch
+
+    def killed_after(step):
+        snapshot = copy.deepcopy(train_on(*small_training(seed=0), until=step))
+        torch.manual_seed(99)
+        parts = small_training(seed=1)
+        epoch, step = function(snapshot, *parts)
+        train_on(*parts, epoch, step)
+        pairs = zip(parts[0].parameters(), whole.parameters())
+        away = max((mine - wanted).abs().max().item() for mine, wanted in pairs)
+        return f"weights that are off by {away:.1g}" if away else wanted
+
+    wanted = "the weights of a training that was never killed"
+    parts = small_training(seed=0)
+    train_on(*parts)
+    whole = parts[0]
+    for step in (3, 5, 6, 9, 10):
+        yield f"a training of 10 steps, killed after step {step} and resumed,", partial(killed_after, step), wanted
+
+
 # File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).
 EXERCISES = {
     "00_ranks": (
@@ -536,6 +584,19 @@ EXERCISES = {
     ),
     "07_accuracy": ("accuracy", exact_accuracy_cases, True),
     "07_local_loss": ("local_loss", local_loss_cases, True),
+    "08_resume": ("resume", resume_cases, True),
+    "08_share": (
+        "share",
+        table(
+            (([5, 3, 1, 0, 4, 2], 4, 0, 0, 2), [5, 1]),
+            (([5, 3, 1, 0, 4, 2], 4, 0, 1, 2), [3, 0]),
+            (([5, 3, 1, 0, 4, 2], 4, 1, 1, 2), [2]),
+            (([5, 3, 1, 0, 4, 2], 4, 0, 2, 3), [1]),
+            (([5, 3, 1, 0, 4, 2], 4, 1, 2, 3), []),
+            (([5, 3, 1, 0, 4, 2], 3, 1, 0, 1), [0, 4, 2]),
+        ),
+        False,
+    ),
 }
 
 if __name__ == "__main__":

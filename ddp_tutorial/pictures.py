@@ -84,6 +84,33 @@ def loss_curves(runs, title=None):
     return figure
 
 
+@plt.rc_context(STYLE)
+def killed_and_resumed(whole, killed, kills, title=None):
+    """The loss of an undisturbed training, and on top of it that of one which was killed, by images seen.
+
+    whole, killed: reports. kills: pairs of a step after which the training was killed, and the step after which it
+    was resumed: what lies between had to be done twice.
+    """
+    figure, axes = _subplots(figsize=(8, 3.6))
+    size = whole["global_batch_size"]
+    for label, report, look in [
+        ("undisturbed", whole, {"color": "#56B4E9", "linewidth": 5, "alpha": 0.6}),
+        ("killed and resumed", killed, {"color": "black", "linewidth": 1}),
+    ]:
+        losses = report["step_loss"]
+        axes.plot([size * step for step in range(1, len(losses) + 1)], losses, label=label, **look)
+    for number, (killed_at, resumed_at) in enumerate(kills):
+        axes.axvline(size * killed_at, color=WRONG, linestyle="--", label="killed" if not number else None)
+        axes.axvspan(size * resumed_at, size * killed_at, facecolor="none", edgecolor=WRONG, hatch="///", alpha=0.4,
+                     label="done twice" if not number else None)
+    axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title or "Killed and resumed lies on never killed")
+    return figure
+
+
 def _picture_grid(images, captions, title, columns):
     """Square pictures with a caption above each. images: [n, 28, 28] of any range."""
     rows = math.ceil(len(captions) / columns)

@@ -653,7 +653,7 @@ def train(args, device, rank, world_size):
             args, model, train_loader.dataset, loss_sums, device=device, world_size=world_size,
             speed=speed, start=start, rank_params_sha256=fingerprints, amp=args.amp,
             loss_scale=scaler.get_scale(), norm=args.norm, global_batch_size=global_batch_size,
-            restarts=restarts(), **results)
+            restarts=restarts(), resumed_after=progress.steps_before, **results)
     return 0
 
 

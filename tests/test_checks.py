@@ -150,6 +150,27 @@ def local_loss(loss_sum, count):
     """
     return loss_sum / count
 ''',
+    "08_resume": '''
+import torch
+
+
+def resume(snapshot, model, optimizer, scheduler):
+    """Bring everything back to where it was. Returns (epoch, step): where the training goes on,
+    where step counts the steps of this epoch that are done.
+
+    snapshot: a dict with "epoch", "step", "model", "optimizer", "scheduler", and "rng", which is
+    what torch.get_rng_state() gave.
+    """
+    model.load_state_dict(snapshot["model"])
+    return snapshot["epoch"], 0
+''',
+    "08_share": '''
+def share(order, global_batch, step, rank, world_size):
+    """The samples of `rank` in global batch number `step` (from 0), a list: every world_size-th.
+
+    order: all samples of the epoch, in the order in which one process would take them.
+    """
+''',
 }
 
 SOLUTIONS = {
@@ -241,6 +262,16 @@ def local_loss(loss_sum, count):
     dist.all_reduce(count)
     return loss_sum * dist.get_world_size() / count
 """,
+    "08_resume": """
+
+def resume(snapshot, model, optimizer, scheduler):
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    scheduler.load_state_dict(snapshot["scheduler"])
+    torch.set_rng_state(snapshot["rng"])
+    return snapshot["epoch"], snapshot["step"]
+""",
+    "08_share": "    return order[step * global_batch : (step + 1) * global_batch][rank::world_size]",
 }
 
 # Plausible mistakes, each with a part of the line that answers it.
@@ -472,6 +503,32 @@ def accuracy(model, images, labels, batch_size):
         SOLUTIONS["07_local_loss"].replace(" * dist.get_world_size()", ""),
         "gave [0.125, 0.125], wanted [0.25, 0.25]",
     ),
+    (
+        "08_resume",
+        SOLUTIONS["08_resume"].replace('    torch.set_rng_state(snapshot["rng"])\n', ""),
+        "a training of 10 steps, killed after step 3 and resumed, gave weights that are off by",
+    ),
+    (
+        "08_resume",
+        SOLUTIONS["08_resume"].replace('snapshot["step"]', "0"),
+        "killed after step 3 and resumed, gave weights that are off by",
+    ),
+    (
+        "08_resume",
+        SOLUTIONS["08_resume"].replace('    scheduler.load_state_dict(snapshot["scheduler"])\n', ""),
+        "killed after step 3 and resumed, gave weights",
+    ),
+    (
+        "08_resume",
+        SOLUTIONS["08_resume"].replace('snapshot["epoch"], snapshot["step"]', 'snapshot["epoch"] + 1, 0'),
+        "gave weights that are off by",
+    ),
+    ("08_share", "    return order[rank::world_size][step * global_batch :]", "gave [5, 1, 4], wanted [5, 1]"),
+    (
+        "08_share",
+        "    size = global_batch // world_size\n    return order[step * global_batch + rank * size :][:size]",
+        "gave [5, 3], wanted [5, 1]",
+    ),
 ]
 
 
@@ -483,6 +540,8 @@ CASES = {
     "06_step_seconds": 5,
     "07_accuracy": 4,
     "07_local_loss": 4,
+    "08_resume": 5,
+    "08_share": 6,
     "00_ranks": 6,
     "00_workers": 4,
     "01_accuracy": 5,
@@ -529,6 +588,7 @@ def test_every_exercise_has_a_stub_a_solution_and_two_mistakes():
 
 
 STUBS_GIVE = {
+    "08_resume": "a training of 10 steps, killed after step 3 and resumed, gave weights that are off by",
     "03_atomic_save": "gave no file, wanted 0",
     "05_all_reduce": "and so on, gave [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], wanted [[11.0, 22.0, 33.0], [11.0",
     "05_broadcast": "broadcast on 2 ranks gave [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]], wanted",

@@ -104,8 +104,9 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
     """Two agents stand for two machines. The second comes late, and leaves before the end: no step is lost."""
     folder = tmp_path / "snapshots"
     agent = [*TORCHRUN[:-2], "--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d",
-             "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=2"]
-    command = [*agent, script("08"), *OPTIONS, "--limit", 6000, "--batch-size", 50, "--epochs", 12,
+             "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic",
+             "--rdzv-conf", "last_call_timeout=2"]
+    command = [*agent, script("08"), *OPTIONS, "--limit", 6000, "--batch-size", 50, "--epochs", 8,
                "--snapshot", folder, "--snapshot-every", 40]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     logs = {name: tmp_path / f"{name}.txt" for name in ("first", "second")}
@@ -147,7 +148,7 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
 
     made = json.loads(next(path for path in (tmp_path / "first.json", tmp_path / "second.json") if path.exists())
                       .read_text())
-    assert made["world_size"] == 1 and made["steps"] == len(made["step_loss"]) == 1440
+    assert made["world_size"] == 1 and made["steps"] == len(made["step_loss"]) == 960
     assert made["test_accuracy"] > 0.9
     assert len(lines("global batch: ")) == 3, "three rounds, each with one rank 0"
     assert not lines("in use by another training")
@@ -158,5 +159,5 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
                       f" of {made['steps']}; losses on record: {len(made['step_loss'])}"]) + "\n"
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "08_elastic.txt").write_text(text)  # which notebook 08 shows, from docs/
-    events = [line.split("  ", 1)[1] for line in timeline]
-    assert [line.split("  ", 1)[1].strip() for line in RECORD.read_text().splitlines()[: len(events)]] == events
+    events = [line.split(" s  ")[1] for line in timeline]
+    assert [line.split(" s  ")[-1] for line in RECORD.read_text().splitlines()[: len(events)]] == events
