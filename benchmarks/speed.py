@@ -184,7 +184,38 @@ def by_hand(pairs, limit):
         print(f"  {size:>10,} bytes: {1000 * predicted:6.2f} ms predicted, {1000 * times[size]:6.2f} measured")
 
 
-COMPARISONS = {"loop": loop, "scaling": scaling, "mixed": mixed, "by_hand": by_hand}
+def evaluation(pairs, limit):
+    """Script 07: the 10,000 test images on two processes, against one process with one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = f"{folder}/weights.pt"
+        script("07_evaluation_and_batchnorm", "--limit", "1000", "--checkpoint", weights)
+
+        def rate(processes):
+            made = script("07_evaluation_and_batchnorm", "--threads", "1", "--evaluate", weights, processes=processes)
+            return made["test_samples"] / made["seconds"]
+
+        compare("evaluation on two processes to one", partial(rate, 2), partial(rate, 1), pairs)
+
+
+def snapshots(pairs, limit):
+    """Script 08 with a snapshot every 100 steps: the share of the training time that it stands still for them."""
+    shares = []
+    for number in range(pairs):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "benchmarks/snapshots.py", "--device", "cpu", "--threads", "1", "--batch-size", "50", "--limit", "20000"],
+            cwd=ROOT, check=True, text=True, capture_output=True,
+            env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
+        line = next(line for line in done.stdout.split("\n") if "shares " in line)
+        shares.append([float(word) for word in line.split("shares ")[1].split()])
+        print(f"  run {number + 1}: snapshots {shares[-1][0]:.2%}, stop requests {shares[-1][1]:.2%}", flush=True)
+    for name, values in zip(("a snapshot every 100 steps", "asking after every step whether to stop"), zip(*shares)):
+        print(f"{name}: {statistics.median(values):.2%} of the training time"
+              f" (from {min(values):.2%} to {max(values):.2%}, {pairs} runs)")
+
+
+COMPARISONS = {"loop": loop, "scaling": scaling, "mixed": mixed, "by_hand": by_hand, "evaluation": evaluation,
+               "snapshots": snapshots}
 
 
 def main():
