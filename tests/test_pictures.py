@@ -276,3 +276,31 @@ def test_prediction_draws_measured_and_predicted():
     lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
     assert (lines["measured"], lines["ring"], lines["model"]) == ([1.0], [3.0], [2.0])
     assert [0.5, 4.0] in [list(data) for data in lines.values()]
+
+
+def test_confusion_counts_and_shades_the_mistakes_only():
+    counts = [[0] * 10 for _ in range(10)]
+    counts[3][3], counts[3][5], counts[9][4] = 900, 2, 5
+    axes = pictures.confusion(counts).axes[0]
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {(3, 3): "900", (5, 3): "2", (4, 9): "5"}
+    shades = axes.images[0].get_array()
+    assert (shades[3][3], shades[3][5], shades[9][4]) == (0, 2, 5)
+    assert axes.get_title(loc="left").startswith("907 images, 7 of them taken for another digit")
+
+
+def test_small_batches_draw_every_training_and_their_mean():
+    axes = pictures.small_batches({"dense": {2: [0.5, 0.7], 32: [0.9, 0.9]}}).axes[0]
+    dots = [(line.get_xdata()[0], list(line.get_ydata())) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [(2, [50.0, 70.0]), (32, [90.0, 90.0])]
+    (mean,) = (line for line in axes.lines if line.get_label() == "dense")
+    assert list(mean.get_ydata()) == pytest.approx([60, 90]) and list(mean.get_xdata()) == [2, 32]
+
+
+def test_killed_and_resumed_marks_what_was_done_twice():
+    whole = {"step_loss": [3.0, 2.0, 1.0], "global_batch_size": 50}
+    axes = pictures.killed_and_resumed(whole, whole, kills=[(2, 1)]).axes[0]
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert lines["undisturbed"] == lines["killed and resumed"] == ([50, 100, 150], [3.0, 2.0, 1.0])
+    assert lines["killed"][0] == [100, 100]
+    (twice,) = axes.patches
+    assert (twice.get_x(), twice.get_width()) == (50, 50)

@@ -189,6 +189,14 @@ def test_02_unequal_machines_are_refused():
         assert "machine 0 was given --nproc 1, but machine 1 --nproc 2: give all of them the same" in err
 
 
+def test_02_machines_with_other_options_are_refused():
+    machine = ["02", "--nodes", 2, "--nproc", 1, "--data", "printed", "--master-port", free_port(), "--node-rank"]
+    first, second = start(*machine, 0), start(*machine, 1, "--lr", 0.2)
+    for process in (first, second):
+        _, err = finish(process, status=2, limit=40)
+        assert "machine 0 was given --lr 0.05, but machine 1 --lr 0.2: give all of them the same" in err
+
+
 def test_02_checkpoint_every_n_epochs(tmp_path):
     """Three epochs and --save-every 2: the file is that of epoch 2."""
     options = ["--data", "printed", "--device", "cpu", "--limit", 200, "--lr", 0.01]
@@ -336,6 +344,25 @@ def test_04_float16_learns_the_same_clips_and_keeps_its_scale(tmp_path, trained)
     assert moved > 0
 
 
+def test_07_two_processes_with_synchronised_batch_norm_are_one(trained):
+    """Batch norm over all ranks, in a whole training under DDP: as one process with the global batch."""
+    options = ["--limit", 1010, "--dtype", "float64"]  # the last global batch has 10 images
+    one = trained(["01"], *options)
+    two = trained(torchrun("07"), *options, "--norm", "sync", "--batch-size", 50)
+    assert two.report["global_batch_size"] == 100 and two.report["steps"] == 11
+    assert one.furthest_from(two) <= 1e-10
+    assert two.report["test_accuracy"] == one.report["test_accuracy"]
+    assert sum(map(sum, two.report["confusion"])) == two.report["test_samples"] == 1010
+    assert f"{two.report['test_accuracy']:.2%} of 1,010 right; the worst: digit" in two.out
+
+
+def test_07_weights_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save(ConvNet(width=2).state_dict(), path)
+    _, err = run(*torchrun("07", 1), "--data", "printed", "--limit", 100, "--evaluate", path, status=1)
+    assert f"{path} holds no weights for this model (RuntimeError): give --width and --norm as they were" in err
+
+
 def words(*numbers):
     return [float(number) for number in numbers]
 
@@ -459,6 +486,17 @@ REFUSED_BY = {
         ("--accumulate 0", "argument --accumulate: 0 is not a whole number of at least 1"),
         ("--no-sync sometimes", "argument --no-sync: invalid choice: 'sometimes'"),
         ("--device cuda", "needs a GPU for each of 2 processes, found 0"),
+    ],
+    "07": [
+        ("--norm layer", "argument --norm: invalid choice: 'layer'"),
+        ("--evaluate {tmp}/none.pt", "argument --evaluate: cannot read {tmp}/none.pt"),
+        ("--json {tmp}/x --predictions {tmp}/x", "--json and --predictions name the same {tmp}/x"),
+        ("", "start this script with torchrun"),
+    ],
+    "08": [
+        ("--snapshot README.md", "argument --snapshot: cannot write into README.md"),
+        ("--keep 0", "argument --keep: 0 is not a whole number of at least 1"),
+        ("--snapshot-every 0", "argument --snapshot-every: 0 is not a whole number of at least 1"),
     ],
     "04": [
         ("--amp int8", "argument --amp: invalid choice: 'int8'"),

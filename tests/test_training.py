@@ -133,3 +133,45 @@ def test_import_stays_light():
             "print([name for name in ('torchvision', 'matplotlib', 'IPython') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def some_report(tmp_path):
+    """Arguments of write_report for a training of two steps, all but the losses and the fingerprints."""
+    from types import SimpleNamespace
+
+    args = SimpleNamespace(json=tmp_path / "report.json", batch_size=2, epochs=1, lr=0.5)
+
+    class Images(list):
+        source = "mnist"
+
+    images = Images(range(4))
+    speed = SimpleNamespace(images_per_second=1.0)
+    details = {"device": torch.device("cpu"), "world_size": 1, "test_accuracy": 0.5, "test_samples": 4, "speed": speed,
+               "start": 0.0}
+    return args, images, details
+
+
+@pytest.mark.parametrize(("losses", "fingerprints", "refusal"), [
+    ([1.0, float("nan")], ["a", "a"], "the loss is no number any more: try again with a smaller --lr than 0.5"),
+    ([1.0, float("inf")], ["a", "a"], "the loss is no number any more"),
+    ([1.0, 2.0], ["a", "b"], "the ranks ended with different weights: give all machines the same options"),
+    ([1.0, 2.0], ["a", "a"], None),
+])  # fmt: skip
+def test_a_training_that_went_wrong_is_no_success(losses, fingerprints, refusal, some_report, capsys):
+    args, images, details = some_report
+    more = {**details, "rank_params_sha256": fingerprints}
+    call = [args, ConvNet(), images, [torch.tensor(losses)]]
+    if refusal is None:
+        report.write_report(*call, **more)
+        assert report.read_report(args.json)["train_loss"] == [0.75]
+    else:
+        with pytest.raises(SystemExit) as end:
+            report.write_report(*call, **more)
+        assert end.value.code == 2 and refusal in capsys.readouterr().err and not args.json.exists()
+    assert not list(args.json.parent.glob("*.tmp"))
+
+
+def test_a_missing_report_is_said_in_one_line(tmp_path):
+    with pytest.raises(report.ReportMissing, match="there is no report x.json so far: run the cell that launches"):
+        report.read_report(tmp_path / "x.json")
