@@ -5,7 +5,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--launches", type=int, default=2, help="launches in a row in tests/test_soak.py (default 2)")
-    parser.addoption("--kills", type=int, default=3, help="kills in tests/test_elastic.py (default 3)")
+    parser.addoption("--kills", type=int, default=2, help="kills in tests/test_elastic.py (default 2)")
 
 
 def is_notebook_cell(item):

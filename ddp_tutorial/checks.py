@@ -425,12 +425,19 @@ def average_on_ranks_cases(function):
 
 
 def exact_accuracy_on_rank(path, images, batch_size):
+    """The accuracy, and how many images the model was shown."""
     import torch
 
-    function = defined_in(path, "accuracy")
+    function, shown_images = defined_in(path, "accuracy"), []
+
+    def model(batch):
+        shown_images.append(len(batch))
+        return batch
+
     labels = torch.arange(images) % 10
     said = torch.where(torch.arange(images) % 3 == 0, labels, (labels + 1) % 10)  # every third one is right
-    return function(torch.nn.Identity(), torch.nn.functional.one_hot(said, 10).float(), labels, batch_size)
+    share = function(model, torch.nn.functional.one_hot(said, 10).float(), labels, batch_size)
+    return share, sum(shown_images)
 
 
 def exact_accuracy_cases(function):
@@ -438,9 +445,16 @@ def exact_accuracy_cases(function):
     for world_size, images, batch_size in ((2, 12, 3), (2, 7, 3), (3, 10, 4), (4, 2, 1)):
         wanted = [len(range(0, images, 3)) / images] * world_size
         call = f"accuracy of {images} images on {world_size} ranks, batches of {batch_size},"
-        target = partial(on_ranks, path, world_size, partial(exact_accuracy_on_rank, images=images,
-                                                             batch_size=batch_size))
-        yield call, target, wanted
+        looked_at = []
+
+        def shares(world_size=world_size, images=images, batch_size=batch_size, looked_at=looked_at):
+            target = partial(exact_accuracy_on_rank, images=images, batch_size=batch_size)
+            found = on_ranks(path, world_size, target)
+            looked_at += [count for _, count in found]
+            return [share for share, _ in found]
+
+        yield call, shares, wanted
+        yield f"the number of images that all ranks together looked at for the {call}", partial(sum, looked_at), images
 
 
 def local_loss_on_rank(path, counts):
@@ -493,16 +507,27 @@ def train_on(model, optimizer, scheduler, epoch=0, step=0, until=10):
 def resume_cases(function):
     import torch
 
-    def killed_after(step):
+    def resumed(step):
+        """What `resume` returned, the parts that it was given, and the snapshot."""
         snapshot = copy.deepcopy(train_on(*small_training(seed=0), until=step))
         torch.manual_seed(99)
         parts = small_training(seed=1)
-        epoch, step = function(snapshot, *parts)
+        return function(copy.deepcopy(snapshot), *parts), parts, snapshot
+
+    def random_numbers():
+        _, _, snapshot = resumed(3)
+        return same_numbers if torch.equal(torch.get_rng_state(), snapshot["rng"]) else "others"
+
+    def killed_after(step):
+        (epoch, step), parts, _ = resumed(step)
         train_on(*parts, epoch, step)
         pairs = zip(parts[0].parameters(), whole.parameters())
         away = max((mine - wanted).abs().max().item() for mine, wanted in pairs)
         return f"weights that are off by {away:.1g}" if away else wanted
 
+    yield "resume, from a snapshot of epoch 0 and step 3,", lambda: resumed(3)[0], (0, 3)
+    same_numbers = "those of the snapshot"
+    yield "looking at the next random numbers after resume", random_numbers, same_numbers
     wanted = "the weights of a training that was never killed"
     parts = small_training(seed=0)
     train_on(*parts)

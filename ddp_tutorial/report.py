@@ -77,8 +77,8 @@ def write_report(args, *details, **more):
     report = make_report(args, *details, **more)
     if len(set(report.get("rank_params_sha256", [""]))) > 1:
         refuse("the ranks ended with different weights: give all machines the same options, data and version")
-    if not all(map(math.isfinite, report["train_loss"])):
-        refuse(f"the loss is no number any more: try again with a smaller --lr than {args.lr:g}")
+    if not all(map(math.isfinite, [*report["train_loss"], report.get("test_loss", 0.0)])):
+        refuse(f"the loss is no number any more: train with a smaller --lr than {args.lr:g}")
     if args.json is not None:
         write_json(report, args.json)
 

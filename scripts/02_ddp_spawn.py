@@ -1,9 +1,9 @@
 # %% About
-"""Train a small ConvNet on MNIST with DistributedDataParallel: mp.spawn starts the processes.
+r"""Train a small ConvNet on MNIST with DistributedDataParallel: mp.spawn starts the processes.
 
 python scripts/02_ddp_spawn.py                              # two processes, on GPUs or CPU
 python scripts/02_ddp_spawn.py --nproc 8 --device cuda      # a machine with eight GPUs
-python scripts/02_ddp_spawn.py --nodes 2 --node-rank 0 --nproc 8 \\
+python scripts/02_ddp_spawn.py --nodes 2 --node-rank 0 --nproc 8 \
     --master-addr 10.0.0.1 --master-port 29500              # and --node-rank 1 on the other machine
 """
 

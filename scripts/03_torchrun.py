@@ -1,11 +1,11 @@
 # %% About
-"""Train a small ConvNet on MNIST with DistributedDataParallel: torchrun starts the processes.
+r"""Train a small ConvNet on MNIST with DistributedDataParallel: torchrun starts the processes.
 
 torchrun --standalone --nproc-per-node 2 scripts/03_torchrun.py            # GPUs or CPU
 torchrun --standalone --nproc-per-node gpu scripts/03_torchrun.py          # every GPU
-torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \\
+torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \
     --master-port 29500 scripts/03_torchrun.py      # and --node-rank 1 on the other machine
-torchrun --standalone --nproc-per-node 2 --max-restarts 3 scripts/03_torchrun.py \\
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 scripts/03_torchrun.py \
     --epochs 10 --snapshot build/03.pt              # goes on where a failure stopped it
 """
 

@@ -1,9 +1,9 @@
 # %% About
-"""Train a small ConvNet on MNIST with DistributedDataParallel in mixed precision.
+r"""Train a small ConvNet on MNIST with DistributedDataParallel in mixed precision.
 
 torchrun --standalone --nproc-per-node 2 scripts/04_mixed_precision.py --amp bfloat16
 torchrun --standalone --nproc-per-node gpu scripts/04_mixed_precision.py --amp float16
-torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \\
+torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \
     --master-port 29500 scripts/04_mixed_precision.py --amp bfloat16      # and --node-rank 1
 """
 

@@ -1,11 +1,11 @@
 # %% About
-"""Train with DDP; evaluate so that each test image counts once on any number of processes.
+r"""Train with DDP; evaluate so that each test image counts once on any number of processes.
 
 torchrun --standalone --nproc-per-node 2 scripts/07_evaluation_and_batchnorm.py --norm sync
 torchrun --standalone --nproc-per-node gpu scripts/07_evaluation_and_batchnorm.py --norm sync
-torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \\
+torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 \
     --master-port 29500 scripts/07_evaluation_and_batchnorm.py              # and --node-rank 1
-torchrun --standalone --nproc-per-node 3 scripts/07_evaluation_and_batchnorm.py \\
+torchrun --standalone --nproc-per-node 3 scripts/07_evaluation_and_batchnorm.py \
     --evaluate weights.pt                       # no training: look at a checkpoint
 """
 
@@ -381,7 +381,7 @@ def load_weights(path, model):
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         refuse(f"{path} holds no weights for this model ({type(error).__name__}):"
-               " give --width and --norm as they were in its training")
+               " give a file that --checkpoint wrote, and --width and --norm as they were then")
 
 
 # %% Main

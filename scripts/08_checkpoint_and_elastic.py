@@ -1,15 +1,18 @@
 # %% About
-"""Train with DDP so that a kill costs the steps since the last snapshot, and nothing else.
+r"""Train with DDP so that a kill costs the steps since the last snapshot, and nothing else.
 
 torchrun --standalone --nproc-per-node 2 scripts/08_checkpoint_and_elastic.py --snapshot build/run
-torchrun --standalone --nproc-per-node gpu --max-restarts 3 \\
+torchrun --standalone --nproc-per-node gpu --max-restarts 3 \
     scripts/08_checkpoint_and_elastic.py --snapshot build/run --snapshot-every 500
-torchrun --nnodes 1:2 --max-restarts 3 --nproc-per-node 8 --rdzv-backend c10d \\
-    --rdzv-endpoint 10.0.0.1:29500 scripts/08_checkpoint_and_elastic.py --snapshot /shared/run
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --max-restarts 3 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 --rdzv-id elastic \
+    --rdzv-conf last_call_timeout=2 \
+    scripts/08_checkpoint_and_elastic.py --snapshot /shared/run
 
-Run the same command again to go on. SIGTERM and Ctrl-C: all ranks stop after the same step, with a
-snapshot. Those that got the signal exit with status 0 (though torchrun itself exits with 1), and
-those that stopped because another rank got it with 75, so that their torchrun may start them again.
+Run the same command again to go on. SIGTERM, SIGHUP and Ctrl-C: all ranks stop after the same step,
+with a snapshot. Those that got the signal exit with status 0 (though torchrun exits with 1), those
+that stopped because another rank got it with 75, so that their torchrun may start them again, and
+rank 0 with 1 where that snapshot could not be written.
 A second signal, more than a second later, ends a process at once, with 128 + the signal's number.
 """
 
@@ -118,27 +121,37 @@ STOPPED_BY_ANOTHER_RANK = 75  # sysexits.h: a temporary failure, try again
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C, or the death of the launcher ask for a stop; all ranks agree on the step."""
+    """SIGTERM, SIGHUP, Ctrl-C, or the death of the launcher ask for a stop; all ranks agree on the
+    step. Make one at the very start, and call `begin` when the ranks have met."""
 
     def __init__(self):
-        self.asked_at = None
-        self.launcher = os.getppid()
+        self.launcher, self.asked_at = os.getppid(), None
+        self.has_begun, self.group, self.work = False, None, None
         # A signal's Python handler runs when the main thread gets around to it, which may be never
         # while that waits for another rank. So a thread listens where the signal is noted down.
-        self.listener, noted = socket.socketpair()
-        noted.setblocking(False)
-        signal.set_wakeup_fd(noted.fileno())
-        self.noted = noted
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+        self.listener, self.noted = socket.socketpair()
+        self.listener.settimeout(1)
         threading.Thread(target=self.listen, daemon=True).start()
+
+    def begin(self):
+        self.noted.setblocking(False)
+        signal.set_wakeup_fd(self.noted.fileno())
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
         # On the CPU, so that asking does not make the CPU wait for the GPU in every step.
         self.group = dist.new_group(backend="gloo")
-        self.answer, self.work = None, None
+        self.has_begun = True
 
     def listen(self):
         while True:
-            number = self.listener.recv(1)[0]
+            try:
+                number = self.listener.recv(1)[0]
+            except TimeoutError:
+                if os.getppid() != self.launcher:
+                    if not self.has_begun:
+                        os._exit(1)  # nobody would end this process, and there is nothing to keep
+                    self.asked_at = self.asked_at or time.monotonic()
+                continue
             if self.asked_at is None:
                 self.asked_at = time.monotonic()
             elif time.monotonic() - self.asked_at > 1:  # launchers may pass one signal on twice
@@ -149,9 +162,8 @@ class StopRequest:
 
         What is asked in one step is answered in the next: nobody waits for the answer.
         """
-        stop = self.finish()
-        asked = self.asked_at is not None or os.getppid() != self.launcher
-        self.answer = torch.tensor([int(asked)])
+        stop = self.last_answer()
+        self.answer = torch.tensor([int(self.asked_at is not None)])
         self.work = dist.all_reduce(
             self.answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return stop
@@ -161,15 +173,19 @@ class StopRequest:
         deadline = time.monotonic() + 1
         while self.asked_at is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.asked_at is not None or os.getppid() != self.launcher
+        return self.asked_at is not None
 
-    def finish(self):
-        """Wait for the answer that is still under way."""
+    def last_answer(self):
         if self.work is None:
             return False
         self.work.wait()
         self.work = None
         return self.answer.item() > 0
+
+    def end(self):
+        """Call it before the ranks part: the thread must not hold on to the group."""
+        self.last_answer()
+        self.group = None
 
 
 # %% Data
@@ -197,8 +213,7 @@ class GlobalBatches:
             yield order[start : start + self.global_batch_size][self.rank :: self.world_size]
 
 
-def make_loaders(args, device, rank, world_size, global_batch_size):
-    train_set, test_set = load_data(args, say=print if rank == 0 else None)
+def make_loaders(args, train_set, test_set, device, rank, world_size, global_batch_size):
     # As for one process: the order of all samples. GlobalBatches shares it out.
     sampler = DistributedSampler(train_set, 1, 0, shuffle=True, seed=args.seed)
     train_batches = GlobalBatches(sampler, global_batch_size, rank, world_size)
@@ -401,11 +416,13 @@ def load_weights(path, model):
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         refuse(f"{path} holds no weights for this model ({type(error).__name__}):"
-               " give --width and --norm as they were in its training")
+               " give a file that --checkpoint wrote, and --width and --norm as they were then")
 
 
 # %% Snapshots
 LOCK_PATIENCE = 20  # seconds
+SNAPSHOT_KEYS = {"options", "global_batch_size", "loss_sums", "rng", "steps", "model", "optimizer",
+                 "scheduler", "scaler"}
 
 
 class Progress:
@@ -415,11 +432,13 @@ class Progress:
         self.total, self.steps_per_epoch = epochs * steps_per_epoch, steps_per_epoch
         self.steps = 0  # done, of the whole training
         self.steps_before = 0  # of those, the steps that other runs have done
+        self.kept = 0  # the step of the newest snapshot that this run knows of
         self.loss_sums = torch.zeros(0, device=device)  # of all ranks together, a number a step
         self.own_loss_sums = []  # of this rank, the steps since then
 
-    epoch = property(lambda self: self.steps // self.steps_per_epoch)
-    step = property(lambda self: self.steps % self.steps_per_epoch)  # done, of this epoch
+    # When all steps of an epoch are done, its evaluation is not: it is still the same epoch.
+    epoch = property(lambda self: max(0, self.steps - 1) // self.steps_per_epoch)
+    step = property(lambda self: self.steps - self.epoch * self.steps_per_epoch)
 
     def add(self, loss_sum):
         self.steps += 1
@@ -435,8 +454,14 @@ class Progress:
         return self.loss_sums
 
 
+def snapshots_in(folder):
+    """The paths of all snapshots, the oldest first."""
+    return sorted(folder.glob("step-" + 9 * "[0-9]" + ".pt"))
+
+
 def save_snapshot(folder, keep, state):
-    """Make `state` the newest snapshot in `folder`, and delete all but the newest `keep`."""
+    """Make `state` a snapshot in `folder`. Of those before it, keep - 1 stay."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{state['steps']:09}.pt"
     temporary = folder / f"{path.name}.tmp"
     try:
@@ -447,22 +472,24 @@ def save_snapshot(folder, keep, state):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
-        old.unlink()
+    # Only of those before it: what is newer may be damaged, and then this one is the last good one.
+    older = [other for other in snapshots_in(folder) if other < path]
+    for other in older[: max(0, len(older) - (keep - 1))]:
+        other.unlink()
 
 
-def find_snapshot(args, rank, device):
+def find_snapshot(args, options, rank, device):
     """The snapshot to go on from, the same on every rank, or None; and a lock to hold meanwhile.
 
     Rank 0 looks and tells the others: they may not see its disk, or not see the same moment.
     """
     found, lock = None, None
-    if rank == 0 and args.snapshot:
+    if rank == 0 and args.snapshot and not args.evaluate:
         # Two trainings in one folder would go on from each other's snapshots.
         lock = FileLock(args.snapshot / ".lock")
         try:
             lock.acquire(timeout=LOCK_PATIENCE)  # the last run may still be ending
-            found = newest_snapshot(args)
+            found = newest_snapshot(args.snapshot, options, fallback=not args.no_fallback)
         except Timeout:
             found = f"{args.snapshot} is in use by another training: give another --snapshot"
     found = [found]
@@ -472,43 +499,48 @@ def find_snapshot(args, rank, device):
     return found[0], lock
 
 
-def newest_snapshot(args):
+def newest_snapshot(folder, options, fallback=True):
     """The newest usable snapshot, None where there is none at all, or a line that says why not."""
-    for leftover in args.snapshot.glob("step-*.tmp"):  # of a process that was killed as it wrote
+    for leftover in folder.glob("step-*.tmp"):  # of a process that was killed as it wrote
         leftover.unlink()
     problems = []
-    for path in sorted(args.snapshot.glob("step-*.pt"), reverse=True):
+    for path in reversed(snapshots_in(folder)):
         try:
-            return read_snapshot(path, args)
+            return read_snapshot(path, options)
         except Exception as error:
             why = error if isinstance(error, ValueError) else f"damaged: {type(error).__name__}"
             problems.append(f"{path} cannot be used ({why})")
-        if args.no_fallback:
+        if not fallback:
             return f"{problems[0]}: move it away, or leave out --no-fallback"
         print(f"{problems[-1]}: looking for an older one")
     return f"{problems[0]}, nor can an older one: give another --snapshot" if problems else None
 
 
-def read_snapshot(path, args):
+def read_snapshot(path, options):
     """The snapshot at `path`. Raises an exception that says what is wrong with it."""
     # torch.load would not notice a wrong bit in a weight; the archive has checksums.
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():
             raise ValueError("damaged")
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(snapshot, dict) or "arguments" not in snapshot:
+    if not isinstance(snapshot, dict) or "options" not in snapshot:
         raise ValueError("of another script")
-    then, now = snapshot["arguments"], training_options(args)
-    other = ", ".join(f"{name} {then.get(name)}" for name in now if then.get(name) != now[name])
+    missing = SNAPSHOT_KEYS - snapshot.keys()
+    if missing:
+        raise ValueError(f"without {', '.join(sorted(missing))}")
+    then = snapshot["options"]
+    other = ", ".join(f"{name} {then.get(name)}" for name in options
+                      if then.get(name) != options[name])
     if other:
-        raise ValueError(f"made with {other}")
+        raise ValueError(f"made with {other}; give the same")
     return snapshot
 
 
-def training_options(args):
-    """What must be the same when a snapshot is loaded: the model, and the way it is trained."""
-    names = ("width", "norm", "dtype", "amp", "epochs", "lr", "seed", "limit")
-    return {name: getattr(args, name) for name in names}
+def training_options(args, train_set):
+    """What must be the same when a snapshot is loaded: the model, the data, the training."""
+    names = ("width", "norm", "dtype", "amp", "clip_norm", "epochs", "lr", "seed")
+    options = {name: getattr(args, name) for name in names}
+    return options | {"data": train_set.source, "images": len(train_set)}
 
 
 def rng_state(device):
@@ -517,7 +549,7 @@ def rng_state(device):
     return state | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
 
 
-def take_snapshot(args, device, progress, global_batch_size, parts):
+def take_snapshot(args, options, device, progress, global_batch_size, parts):
     """Call it on all ranks: what they know only together goes to rank 0, which writes it."""
     loss_sums = progress.gather_losses()
     states = [None] * dist.get_world_size()
@@ -525,18 +557,19 @@ def take_snapshot(args, device, progress, global_batch_size, parts):
     if dist.get_rank() != 0:
         return
     state = {
-        "arguments": training_options(args), "torch": str(torch.__version__),
+        "options": options, "torch": str(torch.__version__),
         "global_batch_size": global_batch_size, "loss_sums": loss_sums, "rng": states,
         "steps": progress.steps, "epoch": progress.epoch, "step": progress.step,
     }
     try:
         save_snapshot(args.snapshot, args.keep, state | {
             name: part.state_dict() for name, part in parts.items()})
+        progress.kept = progress.steps
     except (OSError, RuntimeError) as error:
         # The training goes on: there may be room when the next one is due.
         reason = getattr(error.__context__, "strerror", None) or error
         print(f"no snapshot after step {progress.steps}, the older ones stay ({reason}):"
-              f" make room in {args.snapshot}", file=sys.stderr)
+              f" see to {args.snapshot}", file=sys.stderr)
 
 
 def resume(snapshot, device, progress, parts, ddp_model):
@@ -544,13 +577,13 @@ def resume(snapshot, device, progress, parts, ddp_model):
     rebuild_buckets(ddp_model, device)
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])  # copies to the device where the part is
-    progress.steps = progress.steps_before = snapshot["steps"]
+    progress.steps = progress.steps_before = progress.kept = snapshot["steps"]
     progress.loss_sums = snapshot["loss_sums"].to(device)
     rank, states = dist.get_rank(), snapshot["rng"]
     if rank < len(states):  # a rank that was not there before keeps its own random numbers
         random.setstate(states[rank]["python"])
         torch.set_rng_state(states[rank]["torch"])
-        if device.type == "cuda":
+        if device.type == "cuda" and "cuda" in states[rank]:
             torch.cuda.set_rng_state(states[rank]["cuda"])
     if rank == 0:
         print(f"resumed after step {progress.steps} of {progress.total}")
@@ -569,14 +602,16 @@ def rebuild_buckets(ddp_model, device):
 
 
 # %% Main
-def train(args, device, rank, world_size):
-    stop_request = StopRequest()
-    snapshot, lock = find_snapshot(args, rank, device)  # held as long as the variable lives
+def train(args, stop_request, device, rank, world_size):
+    train_set, test_set = load_data(args, say=print if rank == 0 else None)
+    options = training_options(args, train_set)
+    # The lock is held as long as the variable lives.
+    snapshot, lock = find_snapshot(args, options, rank, device)
     global_batch_size = args.batch_size * world_size
     if snapshot:
         global_batch_size = snapshot["global_batch_size"]
     train_loader, test_loader, train_batches = make_loaders(
-        args, device, rank, world_size, global_batch_size)
+        args, train_set, test_set, device, rank, world_size, global_batch_size)
     model, ddp_model, optimizer, scheduler, scaler = make_model(
         args, device, args.epochs * train_batches.steps)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -597,27 +632,29 @@ def train(args, device, rank, world_size):
         load_weights(args.evaluate, model)
         args.epochs = 0
     progress = Progress(args.epochs, train_batches.steps, device)
-    if snapshot and not args.evaluate:
+    if snapshot:
         resume(snapshot, device, progress, parts, ddp_model)
     stopped, results = False, None
     for epoch in range(progress.epoch, args.epochs):
         train_batches.sampler.set_epoch(epoch)
-        train_batches.first = progress.step
-        left = images - progress.step * global_batch_size
+        train_batches.first = progress.steps - epoch * train_batches.steps
+        left = images - min(images, train_batches.first * global_batch_size)
         batches = speed.watch(train_loader, left, f"epoch {epoch + 1}")
+        counts = global_counts[train_batches.first :]
         for loss_sum in train_one_epoch(
-                ddp_model, batches, global_counts[progress.step :], optimizer, scheduler, scaler,
-                device, args.amp, args.clip_norm):
+                ddp_model, batches, counts, optimizer, scheduler, scaler, device, args.amp,
+                args.clip_norm):
             progress.add(loss_sum)
             due_to_stop = progress.steps - progress.steps_before == args.stop_after
             stopped = stop_request.agreed() or due_to_stop
             due = progress.steps % args.snapshot_every == 0 or progress.steps == progress.total
             if args.snapshot and (stopped or due):
-                take_snapshot(args, device, progress, global_batch_size, parts)
+                take_snapshot(args, options, device, progress, global_batch_size, parts)
             if progress.steps == args.kill_after and restarts() == 0 and rank == world_size - 1:
                 print(f"[rank {rank}] killed after step {progress.steps}, on purpose")
                 os.kill(os.getpid(), signal.SIGKILL)
             if stopped:
+                batches.close()  # and with it the progress bar
                 break
         if stopped:
             break
@@ -630,14 +667,19 @@ def train(args, device, rank, world_size):
                   f" {speed.images_per_second:,.0f} images/s")
             if args.checkpoint and (epoch + 1) % args.save_every == 0:
                 save_atomically(model.state_dict(), args.checkpoint)
-    stop_request.finish()
+    stop_request.end()
     if stopped:
-        if rank == 0:
-            kept = f"in {args.snapshot}" if args.snapshot else "nowhere, for want of --snapshot"
-            print(f"stopped after step {progress.steps} of {progress.total}, kept {kept}:"
-                  " run the same command again to go on")
-        return 0 if due_to_stop or stop_request.reached_this_rank() else STOPPED_BY_ANOTHER_RANK
-    if results is None:  # nothing was left to train
+        status = 0 if due_to_stop or stop_request.reached_this_rank() else STOPPED_BY_ANOTHER_RANK
+        where = f"stopped after step {progress.steps} of {progress.total}"
+        if rank == 0 and not args.snapshot:
+            print(f"{where}, and nothing is kept: give --snapshot to go on later")
+        elif rank == 0 and progress.kept == progress.steps:
+            print(f"{where}, kept in {args.snapshot}: run the same command again to go on")
+        elif rank == 0:
+            print(f"{where}, but the newest snapshot is of step {progress.kept}", file=sys.stderr)
+            status = 1
+        return status
+    if results is None:
         results, predictions = evaluate(model, test_loader, device)
     fingerprints = [None] * world_size
     dist.all_gather_object(fingerprints, params_sha256(model))
@@ -660,11 +702,13 @@ def train(args, device, rank, world_size):
 @record
 def main():
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    stop_request = StopRequest()
     args = parse_args()
     rank, world_size, device = join_process_group(args)
+    stop_request.begin()
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     set_threads(args.threads, local_world_size, say=print if rank == 0 else None)
-    status = train(args, device, rank, world_size)
+    status = train(args, stop_request, device, rank, world_size)
     leave_process_group()
     sys.exit(status)
 

@@ -158,6 +158,27 @@ def test_08_stopped_and_resumed_is_never_stopped(world_size, tmp_path):
     assert last["confusion"] == whole["confusion"]
 
 
+def test_08_stopped_after_the_last_step_of_an_epoch(tmp_path):
+    """Its evaluation and its checkpoint are still to come."""
+    options = [*SHORT, "--snapshot", tmp_path / "snapshots", "--save-every", 1]
+    checkpoint = ["--checkpoint", tmp_path / "weights.pt"]
+    statuses, log = Run(2, *options, *checkpoint, "--stop-after", 15).wait()
+    assert statuses == [0, 0] and "stopped after step 15 of 30" in log and not (tmp_path / "weights.pt").exists()
+    _, log = Run(2, *options, *checkpoint, "--stop-after", 15).wait()
+    assert "epoch 1/2: loss" in log and "stopped after step 30 of 30" in log
+    first = weights(tmp_path)
+    last = finished(2, tmp_path, *options)
+    assert last["params_sha256"] == finished(2, tmp_path, *SHORT)["params_sha256"]
+    assert not torch.equal(first["linear.weight"], weights(tmp_path)["linear.weight"])
+
+
+def test_08_evaluation_needs_no_snapshot(three_snapshots, tmp_path):
+    torch.save(script_08().ConvNet().state_dict(), tmp_path / "plain.pt")
+    options = ["--limit", 100, "--evaluate", tmp_path / "plain.pt", "--snapshot", three_snapshots, "--lr", 0.3]
+    statuses, log = Run(1, *options).wait()
+    assert statuses == [0] and "resumed" not in log and "of 100 right" in log
+
+
 def without_rebuilding(script):
     script.rebuild_buckets = lambda *_: None
 
@@ -326,8 +347,9 @@ def test_08_a_full_disk_costs_no_old_snapshot(tmp_path):
         (folder / "other").write_bytes(bytes(400_000))  # leaves room for one snapshot, and not for a second
         options = [*LONGER, "--snapshot", folder]
         statuses, log = Run(2, *options, "--stop-after", 11).wait()
-        assert statuses == [0, 0], log
-        assert log.count("no snapshot after step") == 2 and f"make room in {folder}" in log
+        assert statuses == [1, 0], log
+        assert log.count("no snapshot after step") == 2 and f"see to {folder}" in log
+        assert "stopped after step 11 of 120, but the newest snapshot is of step 4" in log
         assert "No space left on device" in log
         assert [path.name for path in folder.glob("step-*")] == ["step-000000004.pt"]
         (folder / "other").unlink()
@@ -370,12 +392,25 @@ def foreign(path):
 
 def of_another_model(path):
     snapshot = torch.load(path, weights_only=True)
-    snapshot["arguments"]["width"] = 7
+    snapshot["options"]["width"] = 7
+    torch.save(snapshot, path)
+
+
+def of_other_data(path):
+    snapshot = torch.load(path, weights_only=True)
+    snapshot["options"]["data"] = "mnist"
+    torch.save(snapshot, path)
+
+
+def without_a_part(path):
+    snapshot = torch.load(path, weights_only=True)
+    del snapshot["scaler"]
     torch.save(snapshot, path)
 
 
 DAMAGES = {cut_short: "damaged: BadZipFile", empty: "damaged: BadZipFile", one_bit_wrong: "damaged",
-           foreign: "of another script", of_another_model: "made with width 7"}
+           foreign: "of another script", of_another_model: "made with width 7; give the same",
+           of_other_data: "made with data mnist; give the same", without_a_part: "without scaler"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -383,28 +418,29 @@ def test_08_a_bad_snapshot_is_named_and_the_one_before_used(damage, three_snapsh
     folder = tmp_path / "snapshots"
     shutil.copytree(three_snapshots, folder)
     newest = folder / "step-000000011.pt"
+    script, options = script_08(), torch.load(newest, weights_only=True)["options"]
     damage(newest)
-    script, args = script_08(), script_args(*LONGER, "--snapshot", folder)
-    snapshot = script.newest_snapshot(args)
+    snapshot = script.newest_snapshot(folder, options)
     assert (snapshot["steps"], snapshot["epoch"], snapshot["step"]) == (8, 0, 8)
     before = newest.read_bytes()
-    args.no_fallback = True
-    refusal = script.newest_snapshot(args)
+    refusal = script.newest_snapshot(folder, options, fallback=False)
     assert refusal.startswith(f"{newest} cannot be used ({DAMAGES[damage]}")
     assert refusal.endswith(": move it away, or leave out --no-fallback")
-    args.no_fallback = False
     for path in folder.glob("step-*.pt"):
         damage(path) if path != newest else None
-    assert script.newest_snapshot(args).endswith(", nor can an older one: give another --snapshot")
+    assert script.newest_snapshot(folder, options).endswith(", nor can an older one: give another --snapshot")
     assert newest.read_bytes() == before, "a refused snapshot stays as it was"
 
 
-def script_args(*options):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["08_checkpoint_and_elastic.py", *OPTIONS, *map(str, options)])
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            patch.setenv(name, "0")
-        return script_08().parse_args()
+def test_08_the_last_good_one_is_not_deleted_for_damaged_ones(three_snapshots, tmp_path):
+    folder = tmp_path / "snapshots"
+    shutil.copytree(three_snapshots, folder)
+    empty(folder / "step-000000008.pt")
+    empty(folder / "step-000000011.pt")
+    script_08().save_snapshot(folder, 2, {"steps": 6})
+    assert [path.name[-6:-3] for path in sorted(folder.glob("step-*"))] == ["004", "006", "008", "011"]
+    script_08().save_snapshot(folder, 1, {"steps": 12})
+    assert [path.name[-6:-3] for path in sorted(folder.glob("step-*"))] == ["012"]
 
 
 def test_08_all_ranks_refuse_in_one_line(three_snapshots, tmp_path):
@@ -412,7 +448,7 @@ def test_08_all_ranks_refuse_in_one_line(three_snapshots, tmp_path):
     shutil.copytree(three_snapshots, folder)
     statuses, log = Run(2, *LONGER, "--lr", 0.01, "--snapshot", folder).wait()
     assert statuses == [2, 2]
-    assert "step-000000011.pt cannot be used (made with lr 0.05), nor can an older one" in log
+    assert "step-000000011.pt cannot be used (made with lr 0.05; give the same), nor can an older one" in log
     assert "Traceback" not in log
 
 
@@ -435,11 +471,13 @@ def test_08_what_a_snapshot_holds_and_how_many_stay(tmp_path):
     paths = sorted((tmp_path / "snapshots").glob("step-*"))
     assert [path.name for path in paths] == ["step-000000025.pt", "step-000000030.pt"]
     snapshot = torch.load(paths[0], weights_only=True)
-    assert {"arguments", "torch", "global_batch_size", "loss_sums", "rng", "steps", "epoch", "step", "model",
+    assert {"options", "torch", "global_batch_size", "loss_sums", "rng", "steps", "epoch", "step", "model",
             "optimizer", "scheduler", "scaler"} == snapshot.keys()
     assert len(snapshot["rng"]) == 2 and snapshot["rng"][0].keys() == {"python", "torch"}
     assert (snapshot["epoch"], snapshot["step"], snapshot["steps"]) == (1, 10, 25)
     assert len(snapshot["loss_sums"]) == 25 and snapshot["global_batch_size"] == 40
     # Nothing is left to do: the same command evaluates, and says the same again.
+    (tmp_path / "weights.pt").unlink()
     again = finished(2, tmp_path, *options)
+    assert weights(tmp_path).keys() == script_08().ConvNet().state_dict().keys()
     assert len(again["step_loss"]) == 30 and again["test_samples"] == 600

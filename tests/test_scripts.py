@@ -360,7 +360,7 @@ def test_07_weights_of_another_model_are_refused(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save(ConvNet(width=2).state_dict(), path)
     _, err = run(*torchrun("07", 1), "--data", "printed", "--limit", 100, "--evaluate", path, status=1)
-    assert f"{path} holds no weights for this model (RuntimeError): give --width and --norm as they were" in err
+    assert f"{path} holds no weights for this model (RuntimeError): give a file that --checkpoint wrote" in err
 
 
 def words(*numbers):

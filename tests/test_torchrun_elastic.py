@@ -39,6 +39,18 @@ def running(folder):
     return found
 
 
+def environments(folder):
+    """How torchrun describes to each worker who it is, sorted."""
+    found = []
+    for pid, rank in running(folder).items():
+        if rank is not None:
+            pairs = (entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry)
+            names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+            environment = dict(pairs)
+            found.append(" ".join(f"{name}={environment[name]}" for name in names))
+    return sorted(found)
+
+
 def snapshots(folder):
     return sorted(folder.glob("step-*.pt"))
 
@@ -100,6 +112,15 @@ def test_08_a_killed_launcher_leaves_no_workers(tmp_path, whole):
     assert running(folder) == {}
 
 
+def test_08_a_launcher_killed_at_the_start_leaves_no_workers(tmp_path):
+    folder = tmp_path / "snapshots"
+    process = train(folder)
+    eventually(lambda: len([rank for rank in running(folder).values() if rank is not None]) == 2, 30, "workers")
+    process.kill()
+    process.wait()
+    eventually(lambda: running(folder) == {}, 30, "the end of all workers")
+
+
 def test_08_a_machine_joins_and_leaves(tmp_path):
     """Two agents stand for two machines. The second comes late, and leaves before the end: no step is lost."""
     folder = tmp_path / "snapshots"
@@ -112,8 +133,9 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
     logs = {name: tmp_path / f"{name}.txt" for name in ("first", "second")}
     begin, timeline = time.monotonic(), []
 
-    def note(event):
+    def note(event, environment=()):
         timeline.append(f"{time.monotonic() - begin:5.1f} s  {event}")
+        timeline.extend(f"         {line}" for line in environment)
 
     def lines(pattern):
         """What rank 0 said, on whichever machine it was: [(machine, line)]."""
@@ -131,17 +153,22 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
     logs["second"].touch()
     said("global batch: 1 processes x 50 = 50", 1)
     eventually(lambda: snapshots(folder), 60, "a snapshot")
-    note("the first machine trains alone")
+    assert environments(folder) == ["RANK=0 WORLD_SIZE=1 TORCHELASTIC_RESTART_COUNT=0"]
+    note("the first machine trains alone", environments(folder))
     second = launch("second", "--json", tmp_path / "second.json")
     note("the second machine comes")
     said("global batch: 50 as in the snapshot, on 2 processes", 1)
-    note("both train: 2 processes, the same global batch")
+    both = [f"RANK={rank} WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=0" for rank in (0, 1)]
+    assert environments(folder) == both
+    note("both train, with the same global batch", both)
     before = len(snapshots(folder)) and snapshots(folder)[-1]
     eventually(lambda: snapshots(folder)[-1] != before, 30, "a snapshot of both")
     second.send_signal(signal.SIGTERM)
     note("the second machine is told to stop (SIGTERM)")
     said(r"global batch: (1 processes|50 as in the snapshot, on 1)", 2)
-    note("the first machine trains alone again")
+    last = ["RANK=0 WORLD_SIZE=1 TORCHELASTIC_RESTART_COUNT=1"]
+    assert environments(folder) == last, "a machine that leaves costs a restart, one that comes costs none"
+    note("the first machine trains alone again", last)
     assert finish(second, status=1, limit=60)
     finish(first, limit=100)
     note("the first machine has finished the training")
@@ -150,14 +177,16 @@ def test_08_a_machine_joins_and_leaves(tmp_path):
                       .read_text())
     assert made["world_size"] == 1 and made["steps"] == len(made["step_loss"]) == 960
     assert made["test_accuracy"] > 0.9
+    assert made["restarts"] == 1
     assert len(lines("global batch: ")) == 3, "three rounds, each with one rank 0"
     assert not lines("in use by another training")
     resumed = [int(re.search(r"after step (\d+)", line)[1]) for _, line in lines("^resumed after step")]
     stopped = [int(re.search(r"after step (\d+)", line)[1]) for _, line in lines("stopped after step")]
     assert sorted(resumed) == sorted(stopped) and len(resumed) == 2, "each round goes on where the last one stopped"
     text = "\n".join([*timeline, "", f"steps after which the training moved: {sorted(resumed)},"
-                      f" of {made['steps']}; losses on record: {len(made['step_loss'])}"]) + "\n"
+                      f" of {made['steps']}",
+                      f"losses on record: {len(made['step_loss'])}; restarts counted: {made['restarts']}"]) + "\n"
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "08_elastic.txt").write_text(text)  # which notebook 08 shows, from docs/
-    events = [line.split(" s  ")[1] for line in timeline]
+    events = [line.split(" s  ")[-1] for line in timeline]
     assert [line.split(" s  ")[-1] for line in RECORD.read_text().splitlines()[: len(events)]] == events

@@ -153,7 +153,7 @@ def some_report(tmp_path):
 
 
 @pytest.mark.parametrize(("losses", "fingerprints", "refusal"), [
-    ([1.0, float("nan")], ["a", "a"], "the loss is no number any more: try again with a smaller --lr than 0.5"),
+    ([1.0, float("nan")], ["a", "a"], "the loss is no number any more: train with a smaller --lr than 0.5"),
     ([1.0, float("inf")], ["a", "a"], "the loss is no number any more"),
     ([1.0, 2.0], ["a", "b"], "the ranks ended with different weights: give all machines the same options"),
     ([1.0, 2.0], ["a", "a"], None),
