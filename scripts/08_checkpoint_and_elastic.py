@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import zipfile
+from datetime import timedelta
 from itertools import islice
 
 import torch
@@ -101,7 +102,8 @@ def join_process_group(args):
         torch.cuda.set_device(device)
     # When torchrun starts the workers again, its store still holds the addresses of those that
     # failed. A prefix for each attempt keeps the new ones from calling them, and waiting for ever.
-    store, _, _ = next(dist.rendezvous("env://"))
+    # A worker whose launcher has died meanwhile shall not wait half an hour for its store.
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
     store = dist.PrefixStore(f"attempt {restarts()}", store)
     # Blocks until all of world_size processes have come.
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)

@@ -114,8 +114,10 @@ def test_08_a_killed_launcher_leaves_no_workers(tmp_path, whole):
 
 def test_08_a_launcher_killed_at_the_start_leaves_no_workers(tmp_path):
     folder = tmp_path / "snapshots"
-    process = train(folder)
-    eventually(lambda: len([rank for rank in running(folder).values() if rank is not None]) == 2, 30, "workers")
+    with open(tmp_path / "said.txt", "w") as said:
+        process = start(*TORCHRUN, 2, script("08"), *TRAINING, "--snapshot", folder, output=said)
+    # The first line of a worker: now it looks for the others.
+    eventually(lambda: "device: cpu" in (tmp_path / "said.txt").read_text(), 60, "workers")
     process.kill()
     process.wait()
     eventually(lambda: running(folder) == {}, 30, "the end of all workers")
