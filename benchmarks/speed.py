@@ -1,6 +1,6 @@
 """Compare speeds, each pair in one run, and print the ratios that README.md tells.
 
-    make bench                                   all comparisons, about 20 minutes on two cores
+    make bench                                   all comparisons, half an hour or more on two cores
     python benchmarks/speed.py loop mixed        some of them
     python benchmarks/speed.py loop --pairs 3    a quick look
 
@@ -163,19 +163,21 @@ def independent(options):
 
 def where_the_time_goes():
     """A step with and without communication, and the step's collectives alone."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           "benchmarks/collectives.py"], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE,
+    print(on_two_processes("benchmarks/collectives.py", stdout=subprocess.PIPE).stdout)
+
+
+def on_two_processes(*words, **options):
+    """Run a program of this folder under torchrun; `options` are those of subprocess.run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    return subprocess.run(command, cwd=ROOT, check=True, text=True, **options,
                           env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
-    print(done.stdout)
 
 
 def by_hand(pairs, limit):
     """The stages of script 06 against DDP, and a cost model of the all-reduce against measurement."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "by_hand.json")
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                        "benchmarks/by_hand.py", "--rounds", str(pairs), "--json", path], cwd=ROOT, check=True,
-                       env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
+        on_two_processes("benchmarks/by_hand.py", "--rounds", str(pairs), "--json", path)
         times = {int(size): seconds for size, seconds in json.loads(path.read_text())["sizes"]["all_reduce"].items()}
     alpha, beta = fit_cost_model({size: times[size] for size in list(times)[::2]})
     print(f"all-reduce: {1e6 * alpha:.0f} microseconds + {1e9 * beta:.2f} ns a byte, fitted to every other size")
@@ -201,11 +203,8 @@ def snapshots(pairs, limit):
     """Script 08 with a snapshot every 100 steps: the share of the training time that it stands still for them."""
     shares = []
     for number in range(pairs):
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "benchmarks/snapshots.py", "--device", "cpu", "--threads", "1", "--batch-size", "50", "--limit", "20000"],
-            cwd=ROOT, check=True, text=True, capture_output=True,
-            env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)})
+        done = on_two_processes("benchmarks/snapshots.py", "--device", "cpu", "--threads", "1", "--batch-size", "50",
+                                "--limit", "20000", capture_output=True)
         line = next(line for line in done.stdout.split("\n") if "shares " in line)
         shares.append([float(word) for word in line.split("shares ")[1].split()])
         print(f"  run {number + 1}: snapshots {shares[-1][0]:.2%}, stop requests {shares[-1][1]:.2%}", flush=True)

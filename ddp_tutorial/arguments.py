@@ -1,6 +1,7 @@
 """The command line that the training scripts share, and how they refuse what cannot work."""
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -48,19 +49,19 @@ LARGEST = 10**9  # of the whole numbers: beyond it PyTorch, or the machine, woul
 
 def positive_int(text):
     """A whole number from 1 to LARGEST, for `add_argument(type=...)`."""
-    return _number(text, int, 1, "a whole number of at least 1")
+    return _whole_number_from(1, text)
 
 
 def non_negative_int(text):
     """A whole number from 0 to LARGEST, for `add_argument(type=...)`."""
-    return _number(text, int, 0, "a whole number of at least 0")
+    return _whole_number_from(0, text)
 
 
 def whole_number(largest):
     """A type for `add_argument`: whole numbers from 1 to `largest`."""
 
     def parse(text):
-        return _number(text, int, 1, f"a whole number from 1 to {largest:,}", largest)
+        return _number(text, int, 1, largest, f"a whole number from 1 to {largest:,}")
 
     return parse
 
@@ -70,24 +71,38 @@ port_number = whole_number(65535)
 
 def positive_float(text):
     """A finite number above 0, for `add_argument(type=...)`."""
-    return _number(text, float, sys.float_info.min, "a number above 0")
+    return _number(text, float, sys.float_info.min, sys.float_info.max, "a number above 0")
 
 
-def _number(text, kind, smallest, wanted, largest=None):
+def _whole_number_from(smallest, text):
+    value = _number(text, int, smallest, math.inf, f"a whole number of at least {smallest}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is too large: {LARGEST:,} is the largest that makes sense")
+    return value
+
+
+def _number(text, kind, smallest, largest, wanted):
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if kind is int and largest is None and value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} is too large: {LARGEST:,} is the largest that makes sense")
-    if not smallest <= value < math.inf or value > (largest or math.inf):
+    if not smallest <= value <= largest:
         raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
     return value
 
 
+@contextlib.contextmanager
+def _one_line_where_it_fails(what, remedy):
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{what} ({reason}): {remedy}") from None
+
+
 def output_file(text):
     """The path of a file to write, in a folder that is made here if need be, for `add_argument(type=...)`."""
-    try:
+    with _one_line_where_it_fails(f"cannot write {text}", "name a file in a folder you may write to"):
         path = Path(text).expanduser().resolve()  # a link stays, and what it leads to is written
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -97,29 +112,21 @@ def output_file(text):
         # What is written first has a longer name.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp"):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody
-        reason = getattr(error, "strerror", None) or error
-        message = f"cannot write {text} ({reason}): name a file in a folder you may write to"
-        raise argparse.ArgumentTypeError(message) from None
     return path
 
 
 def output_folder(text):
     """The path of a folder to write files in, made here if need be, for `add_argument(type=...)`."""
-    try:
+    with _one_line_where_it_fails(f"cannot write into {text}", "name a folder that you may write to"):
         path = Path(text).expanduser().resolve()
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        message = f"cannot write into {text} ({reason}): name a folder that you may write to"
-        raise argparse.ArgumentTypeError(message) from None
     return path
 
 
-def existing_folder(text):
-    """The path of a folder to read from, for `add_argument(type=...)`; it need not exist yet."""
+def data_folder(text):
+    """The path of a folder, which need not exist yet, for `add_argument(type=...)`."""
     try:
         path = Path(text).expanduser()
     except RuntimeError:
@@ -167,11 +174,11 @@ def training_parser(doc, norms=NORMS):
     add("--epochs", type=positive_int, default=1, help="passes over the training set (1)")
     add("--batch-size", type=positive_int, default=100, help="images a step in EACH process (100)")
     add("--lr", type=positive_float, default=0.05,
-        help="highest learning rate; a training of fewer than 60 steps does not reach it (0.05)")
+        help="highest learning rate; a training of fewer than 300 steps does not reach it (0.05)")
     add("--seed", type=non_negative_int, default=0, help="of the initial weights and the shuffling (0)")
     add("--data", choices=["auto", "mnist", "printed"], default="auto",
         help="auto: MNIST, or printed digits where it cannot be had")
-    add("--data-dir", type=existing_folder, help="folder that holds MNIST/raw (DDP_TUTORIAL_DATA, else data)")
+    add("--data-dir", type=data_folder, help="folder that holds MNIST/raw (DDP_TUTORIAL_DATA, else data)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto",
         help="auto: a GPU for each process, else CPU")
     add("--threads", type=whole_number(1024), help="CPU threads of each process (cores / processes of this machine)")

@@ -1,5 +1,6 @@
 """Ports, and whether the machines of a job agree: what must be settled before processes can meet."""
 
+import json
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,12 @@ def check_port(address, port, remedy="give this machine's own address, and leave
             refuse(f"cannot listen on {address}:{port} ({error.strerror}): {remedy}")
 
 
+def check_tcp(init_method):
+    """Refuse, in one line, a ``tcp://HOST:PORT`` at which this machine cannot listen."""
+    address, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    check_port(address, int(port), remedy="name a free port, or leave out --init-method")
+
+
 def check_machines_agree(nodes, node_rank, processes, address, port, options=None, patience=60.0):
     """Let the machines of a job compare their process counts, and refuse the job in one line where they differ.
 
@@ -57,10 +64,8 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
         patience: seconds to wait for the other machines.
     """
     where = f"{address}:{port}"
-    plan = f"--nodes {nodes} --nproc {processes}"
-    for name, value in sorted((options or {}).items()):
-        if name not in THIS_MACHINES:
-            plan += f" --{name.replace('_', '-')} {value}"
+    plan = {"nodes": nodes, "nproc": processes}
+    plan |= {name: str(value) for name, value in (options or {}).items() if name not in THIS_MACHINES}
     try:
         store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
@@ -76,7 +81,7 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
             # The store ends with this process, so it must outlive its last reader.
             store.wait(heard, timedelta(seconds=5 if verdict else patience))
         else:
-            store.set(f"machine {node_rank}", plan)
+            store.set(f"machine {node_rank}", json.dumps(plan))
             verdict = store.get("verdict").decode()
             store.set(f"heard {node_rank}", "")
     except (dist.DistNetworkError, dist.DistStoreError):
@@ -88,9 +93,13 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
 def _compare_plans(store, nodes, plan):
     """Empty where all machines have the plan of machine 0, else one line about the first that does not."""
     for number in range(1, nodes):
-        other = store.get(f"machine {number}").decode()
-        if other != plan:
-            pairs = [(mine, theirs) for mine, theirs in zip(plan.split(" --"), other.split(" --")) if mine != theirs]
-            mine, theirs = (" --".join(words).removeprefix("--") for words in zip(*pairs)) if pairs else (plan, other)
-            return f"machine 0 was given --{mine}, but machine {number} --{theirs}: give all of them the same"
+        other = json.loads(store.get(f"machine {number}"))
+        differing = [name for name in plan | other if plan.get(name) != other.get(name)]
+        if differing:
+            mine, theirs = (_as_options(machine, differing) for machine in (plan, other))
+            return f"machine 0 was given {mine}, but machine {number} {theirs}: give all of them the same"
     return ""
+
+
+def _as_options(plan, names):
+    return " ".join(f"--{name.replace('_', '-')} {plan.get(name)}" for name in names)

@@ -63,6 +63,17 @@ def _short(number):
     return f"{number:,.0f}" if 1000 <= number < 1e6 else f"{number:.3g}"
 
 
+def _images_seen(report):
+    """How many images a training had seen after each step."""
+    return [report["global_batch_size"] * step for step in range(1, len(report["step_loss"]) + 1)]
+
+
+def _loss_by_images_seen(axes):
+    axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+
+
 @plt.rc_context(STYLE)
 def loss_curves(runs, title=None):
     """Loss against images seen, every step (pale) and its running mean (strong).
@@ -71,15 +82,12 @@ def loss_curves(runs, title=None):
     """
     figure, axes = _subplots(figsize=(8, 3.4))
     for (label, report), (colour, line) in zip(runs.items(), RUN_LINES * len(runs), strict=False):
-        losses = report["step_loss"]
-        seen = [step * report["global_batch_size"] for step in range(1, len(losses) + 1)]
+        seen, losses = _images_seen(report), report["step_loss"]
         smooth = _running_mean(losses, reach=len(losses) // 60)
         axes.plot(seen, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(seen, smooth, line, color=colour, linewidth=2, label=f"{label}: {smooth[-1]:.3f} at the end")
-    axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
+    _loss_by_images_seen(axes)
     axes.set_title(title or "The loss, as the model sees more and more images")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
     axes.legend(title="running mean (pale: every step)", alignment="left")
     return figure
 
@@ -97,15 +105,12 @@ def killed_and_resumed(whole, killed, kills, title=None):
         ("undisturbed", whole, {"color": "#56B4E9", "linewidth": 5, "alpha": 0.6}),
         ("killed and resumed", killed, {"color": "black", "linewidth": 1}),
     ]:
-        losses = report["step_loss"]
-        axes.plot([size * step for step in range(1, len(losses) + 1)], losses, label=label, **look)
+        axes.plot(_images_seen(report), report["step_loss"], label=label, **look)
     for number, (killed_at, resumed_at) in enumerate(kills):
         axes.axvline(size * killed_at, color=WRONG, linestyle="--", label="killed" if not number else None)
         axes.axvspan(size * resumed_at, size * killed_at, facecolor="none", edgecolor=WRONG, hatch="///", alpha=0.4,
                      label="done twice" if not number else None)
-    axes.set(xlabel="images seen", ylabel="loss (cross-entropy)", ylim=(0, None))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
+    _loss_by_images_seen(axes)
     axes.legend()
     axes.set_title(title or "Killed and resumed lies on never killed")
     return figure

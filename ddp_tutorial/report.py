@@ -68,19 +68,19 @@ def params_sha256(model):
     return digest.hexdigest()
 
 
-def write_report(args, *details, **more):
+def write_report(args, model, train_set, loss_sums, **details):
     """Write what a training did, as `make_report` puts it, to the file `args.json`; nothing where that is None.
 
     Ranks that ended with different weights, and a loss that is no number, are said in one line and end this process
     with exit status 2: nobody shall take such a training for a success.
     """
-    report = make_report(args, *details, **more)
-    if len(set(report.get("rank_params_sha256", [""]))) > 1:
+    if len(set(details.get("rank_params_sha256", [""]))) > 1:
         refuse("the ranks ended with different weights: give all machines the same options, data and version")
-    if not all(map(math.isfinite, [*report["train_loss"], report.get("test_loss", 0.0)])):
+    losses = [*(sums.sum().item() for sums in loss_sums), details.get("test_loss", 0.0)]
+    if not all(map(math.isfinite, losses)):
         refuse(f"the loss is no number any more: train with a smaller --lr than {args.lr:g}")
     if args.json is not None:
-        write_json(report, args.json)
+        write_json(make_report(args, model, train_set, loss_sums, **details), args.json)
 
 
 def write_json(value, path):

@@ -30,7 +30,7 @@ from ddp_tutorial.arguments import (
     training_parser,
 )
 from ddp_tutorial.device import backend_for, choose_device, set_threads
-from ddp_tutorial.machines import check_machines_agree, check_port, free_port
+from ddp_tutorial.machines import check_machines_agree, check_port, check_tcp, free_port
 from ddp_tutorial.model import ConvNet, warm_up_then_decay
 from ddp_tutorial.report import Speedometer, params_sha256, write_report
 
@@ -238,8 +238,7 @@ def main():
         check_machines_agree(
             args.nodes, args.node_rank, args.nproc, args.master_addr, args.master_port, vars(args))
     elif args.init_method.startswith("tcp://"):
-        address, _, port = args.init_method.removeprefix("tcp://").rpartition(":")
-        check_port(address, int(port), remedy="name a free port, or leave out --init-method")
+        check_tcp(args.init_method)
     else:
         check_port(args.master_addr, args.master_port or 0)
     os.environ["MASTER_ADDR"] = args.master_addr

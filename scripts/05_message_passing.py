@@ -28,7 +28,7 @@ from ddp_tutorial.arguments import (
     positive_int,
 )
 from ddp_tutorial.device import backend_for, choose_device
-from ddp_tutorial.machines import bytes_sent, check_port, free_port
+from ddp_tutorial.machines import bytes_sent, check_tcp, free_port
 from ddp_tutorial.report import write_json
 
 
@@ -537,8 +537,7 @@ def main():
     # What would fail in every process is refused here, before there are any.
     choose_device(args.device, args.nproc, say=None)
     if args.init_method.startswith("tcp://"):
-        address, _, port = args.init_method.removeprefix("tcp://").rpartition(":")
-        check_port(address, int(port), remedy="name a free port, or leave out --init-method")
+        check_tcp(args.init_method)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(free_port())
     start_processes(args)

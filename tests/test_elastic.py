@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_scripts import eventually
 from torch.utils.data import DistributedSampler
 
 from ddp_tutorial.machines import free_port
@@ -242,10 +243,12 @@ def test_08_every_sample_is_seen_once_whatever_happens(images, global_batch, bef
 def running(world_size, folder, *options, snapshots=1, **more):
     """A Run that has written at least so many snapshots."""
     run = Run(world_size, *options, "--snapshot", folder, **more)
-    deadline = time.monotonic() + LIMIT
-    while len(list(folder.glob("step-*.pt"))) < snapshots:
-        assert time.monotonic() < deadline and any(p.is_alive() for p in run.ranks), run.log.read_text()
-        time.sleep(0.01)
+
+    def written():
+        assert any(process.is_alive() for process in run.ranks), run.log.read_text()
+        return len(list(folder.glob("step-*.pt"))) >= snapshots
+
+    eventually(written, LIMIT, f"{snapshots} snapshots")
     return run
 
 
@@ -325,10 +328,7 @@ def slow_to_write(script):
 def test_08_killed_while_it_writes(tmp_path):
     folder = tmp_path / "snapshots"
     run = running(2, folder, *LONGER, snapshots=2, change=slow_to_write)
-    deadline = time.monotonic() + 20
-    while not list(folder.glob("step-*.tmp")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: list(folder.glob("step-*.tmp")), 20, "a snapshot that is being written")
     run.kill(0)
     run.wait()
     assert len(list(folder.glob("step-*.tmp"))) == 1

@@ -57,6 +57,15 @@ def finish(process, status=0, limit=100):
     return out, err
 
 
+def eventually(condition, seconds, what):
+    """What `condition()` returns, as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
 def run(*command, status=0, **environment):
     return finish(start(*command, **environment), status)
 

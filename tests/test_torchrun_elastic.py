@@ -8,21 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from test_scripts import ROOT, TORCHRUN, finish, script, start
+from test_scripts import ROOT, TORCHRUN, eventually, finish, script, start
 
 from ddp_tutorial.machines import free_port
 
 OPTIONS = ["--data", "printed", "--device", "cpu", "--threads", 1]
 TRAINING = [*OPTIONS, "--limit", 3000, "--batch-size", 25, "--epochs", 3, "--snapshot-every", 5]  # 180 steps
 RECORD = ROOT / "docs" / "08_elastic.txt"
-
-
-def eventually(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return found
 
 
 def running(folder):
