@@ -5,13 +5,14 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ddp_tutorial.arguments import refuse
 
 # Options that may differ from machine to machine; the process counts are compared by themselves.
 THIS_MACHINES = ("nodes", "nproc", "node_rank", "master_addr", "master_port", "data_dir", "json", "checkpoint",
-                 "snapshot", "threads", "device", "init_method", "save_every")
+                 "snapshot", "predictions", "threads", "device", "init_method", "save_every")
 
 
 def free_port():
@@ -64,8 +65,7 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
         patience: seconds to wait for the other machines.
     """
     where = f"{address}:{port}"
-    plan = {"nodes": nodes, "nproc": processes}
-    plan |= {name: str(value) for name, value in (options or {}).items() if name not in THIS_MACHINES}
+    plan = {"--nodes": nodes, "--nproc": processes} | _that_must_agree(options or {})
     try:
         store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
@@ -73,33 +73,58 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
         if node_rank == 0:
             refuse(f"cannot listen on {where}: give this machine's own address and a port that nobody uses")
         refuse(f"found no machine 0 at {where} within {patience:.0f} s: start it, and check address and port")
+    _refuse_unless_all_agree(
+        store, "machine", node_rank, nodes, plan, patience,
+        f"not all {nodes} machines came to {where} within {patience:.0f} s: start one for each --node-rank")
+
+
+def check_ranks_agree(store, rank, world_size, options, patience):
+    """Let the ranks of a job compare options and PyTorch versions, and refuse the job in one line where they differ.
+
+    Call it on all ranks before they form a process group: ranks with other options would train something else, or
+    wait for each other; another PyTorch may not even speak the same language.
+
+    Args:
+        store: one that all ranks share, new for each attempt.
+        options: dict of what the command line said; what may differ from rank to rank is left out.
+        patience: seconds to wait for the other ranks.
+    """
+    plan = _that_must_agree(options) | {"PyTorch": str(torch.__version__)}
+    _refuse_unless_all_agree(
+        dist.PrefixStore("plans", store), "rank", rank, world_size, plan, patience,
+        f"not all {world_size} ranks came within {patience:g} s: is the command running on all machines?")
+
+
+def _that_must_agree(options):
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in THIS_MACHINES}
+
+
+def _refuse_unless_all_agree(store, kind, number, count, plan, patience, not_all):
+    """The first of `count` machines or ranks compares all plans and tells the others what it found."""
     try:
-        if node_rank == 0:
-            verdict = _compare_plans(store, nodes, plan)
+        if number == 0:
+            verdict = _compare_plans(store, kind, count, plan, timedelta(seconds=patience))
             store.set("verdict", verdict)
-            heard = [f"heard {number}" for number in range(1, nodes)]
-            # The store ends with this process, so it must outlive its last reader.
-            store.wait(heard, timedelta(seconds=5 if verdict else patience))
+            # The store may end with this process, so it must outlive its last reader.
+            store.wait([f"heard {other}" for other in range(1, count)], timedelta(seconds=5 if verdict else patience))
         else:
-            store.set(f"machine {node_rank}", json.dumps(plan))
+            store.set(f"{kind} {number}", json.dumps(plan))
+            store.wait(["verdict"], timedelta(seconds=patience))
             verdict = store.get("verdict").decode()
-            store.set(f"heard {node_rank}", "")
+            store.set(f"heard {number}", "")
     except (dist.DistNetworkError, dist.DistStoreError):
-        verdict = f"not all {nodes} machines came to {where} within {patience:.0f} s: start one for each --node-rank"
+        refuse(not_all)
     if verdict:
         refuse(verdict)
 
 
-def _compare_plans(store, nodes, plan):
-    """Empty where all machines have the plan of machine 0, else one line about the first that does not."""
-    for number in range(1, nodes):
-        other = json.loads(store.get(f"machine {number}"))
+def _compare_plans(store, kind, count, plan, patience):
+    """Empty where all have the plan of the first, else one line about the first that does not."""
+    for number in range(1, count):
+        store.wait([f"{kind} {number}"], patience)
+        other = json.loads(store.get(f"{kind} {number}"))
         differing = [name for name in plan | other if plan.get(name) != other.get(name)]
         if differing:
-            mine, theirs = (_as_options(machine, differing) for machine in (plan, other))
-            return f"machine 0 was given {mine}, but machine {number} {theirs}: give all of them the same"
+            mine, theirs = (", ".join(f"{name} {each.get(name)}" for name in differing) for each in (plan, other))
+            return f"{kind} 0 has {mine}, but {kind} {number} {theirs}: give all of them the same"
     return ""
-
-
-def _as_options(plan, names):
-    return " ".join(f"--{name.replace('_', '-')} {plan.get(name)}" for name in names)

@@ -39,24 +39,52 @@ class NotReady(Exception):
         self.remedy = remedy
 
 
-def main(arguments=None):
-    """Print a line for each finding and a last one that begins ``ready:`` or ``not ready:``.
+class Findings:
+    """Prints a line for each finding, and a last one that begins ``ready:`` or ``not ready:``."""
 
-    Returns the exit status: 0 when the series can run here, else 1.
-    """
-    parser = argparse.ArgumentParser(prog="python -m ddp_tutorial", description="Can the series run on this machine?")
-    parser.parse_args(arguments)
-    remedies = []
+    def __init__(self):
+        self.remedies = []
 
-    def report(name, step, *details):
+    def report(self, name, step, *details):
+        """Print what ``step(*details)`` returns. True unless it raised NotReady."""
+        ready, seen = True, ""
         try:
             seen = step(*details)
         except NotReady as finding:
-            seen = str(finding)
-            remedies.append(finding.remedy)
+            ready, seen = False, str(finding)
+            self.remedies.append(finding.remedy)
         except Exception as error:
             seen = f"cannot tell ({last_line(error)})"
         print(f"{name:<12}{seen}", flush=True)
+        return ready
+
+    def conclude(self, what):
+        """Returns the exit status: 0 when everything was ready, else 1."""
+        print(f"not ready: {'; '.join(self.remedies)}" if self.remedies else f"ready: {what}", flush=True)
+        return 1 if self.remedies else 0
+
+
+def main(arguments=None):
+    """Say whether the series can run on this machine, or several machines can train together.
+
+    Returns the exit status: 0 when they can, else 1.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_tutorial", description="Can the series run on this machine? With --rendezvous: can several"
+        " train together? Run the same command on all of them at the same time.")
+    parser.add_argument("--rendezvous", type=host_and_port, metavar="HOST:PORT",
+                        help="where they meet: one of the machines, and a port that is free there")
+    parser.add_argument("--nodes", type=int, default=2, help="how many machines (2)")
+    parser.add_argument("--patience", type=float, default=60, metavar="SECONDS", help="to wait for the others (60)")
+    args = parser.parse_args(arguments)
+    if args.nodes < 2 or not 1 <= args.patience < 1e6:
+        parser.error("--nodes is at least 2, and --patience at least 1")
+    if args.rendezvous:
+        from ddp_tutorial.rendezvous import check_rendezvous
+
+        return check_rendezvous(*args.rendezvous, args.nodes, args.patience)
+    findings = Findings()
+    report, remedies = findings.report, findings.remedies
 
     # Started first, because most of its time goes into importing PyTorch, as most of ours does below.
     with AllReduce("gloo", 2) as gloo:
@@ -75,8 +103,15 @@ def main(arguments=None):
     if not remedies and (gpus := gpus_with_nccl()):
         with AllReduce("nccl", gpus) as nccl:
             report("", nccl.verdict)
-    print(f"not ready: {'; '.join(remedies)}" if remedies else "ready: the series can run on this machine", flush=True)
-    return 1 if remedies else 0
+    return findings.conclude("the series can run on this machine")
+
+
+def host_and_port(text):
+    """``HOST:PORT`` as a pair, for `add_argument(type=...)`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not HOST:PORT, such as node0:29500")
+    return host.strip("[]"), int(port)
 
 
 def python_facts():
@@ -292,7 +327,7 @@ def spawn_from_here(function):
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # not "Terminating process 1234"
     resource_tracker.ensure_running()  # it would otherwise start below and keep our temporary file as its stderr
-    with tempfile.TemporaryFile("w+", errors="replace") as said, _stderr_into(said):
+    with tempfile.TemporaryFile("w+", errors="replace") as said, stderr_into(said):
         job = None
         try:
             job = mp.spawn(function, nprocs=2, join=False)
@@ -313,7 +348,7 @@ def spawn_from_here(function):
 
 
 @contextmanager
-def _stderr_into(file):
+def stderr_into(file):
     """Children inherit file descriptor 2, whatever sys.stderr is: in a notebook it is no file at all."""
     sys.stderr.flush()
     saved = os.dup(2)

@@ -36,7 +36,7 @@ def script_08():
     return load_script("08")
 
 
-def rank_main(rank, world_size, port, options, log, change):
+def rank_main(rank, world_size, port, options, log, change, number):
     """What a launcher does for each rank."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
@@ -44,23 +44,23 @@ def rank_main(rank, world_size, port, options, log, change):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
                       LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_RESTART_COUNT="0", CUDA_VISIBLE_DEVICES="", DDP_TUTORIAL_CORES="1")
-    sys.argv = ["08_checkpoint_and_elastic.py", *map(str, options)]
-    script = load_script("08")
+    script = load_script(number)
+    sys.argv = [Path(script.__file__).name, *map(str, options)]
     if change:
         change(script)
     script.main()
 
 
 class Run:
-    """A run of script 08 on some ranks."""
+    """A run of script 08, or another one that starts in the same way, on some ranks."""
 
-    def __init__(self, world_size, *options, change=None):
+    def __init__(self, world_size, *options, change=None, number="08"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo"])
         self.log = Path(os.environ["RUN_LOG"])
         self.log.write_text("")
         port = free_port()
-        work = (world_size, port, [*OPTIONS, *options], str(self.log), change)
+        work = (world_size, port, [*OPTIONS, *options], str(self.log), change, number)
         self.ranks = [context.Process(target=rank_main, args=(rank, *work), daemon=True)
                       for rank in range(world_size)]
         for process in self.ranks:

@@ -195,7 +195,7 @@ def test_02_unequal_machines_are_refused():
     for process in (first, second):
         out, err = finish(process, status=2, limit=40)
         assert err.count("\n") == 1
-        assert "machine 0 was given --nproc 1, but machine 1 --nproc 2: give all of them the same" in err
+        assert "machine 0 has --nproc 1, but machine 1 --nproc 2: give all of them the same" in err
 
 
 def test_02_machines_with_other_options_are_refused():
@@ -203,7 +203,7 @@ def test_02_machines_with_other_options_are_refused():
     first, second = start(*machine, 0), start(*machine, 1, "--lr", 0.2)
     for process in (first, second):
         _, err = finish(process, status=2, limit=40)
-        assert "machine 0 was given --lr 0.05, but machine 1 --lr 0.2: give all of them the same" in err
+        assert "machine 0 has --lr 0.05, but machine 1 --lr 0.2: give all of them the same" in err
 
 
 def test_02_checkpoint_every_n_epochs(tmp_path):

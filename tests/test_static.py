@@ -223,7 +223,7 @@ def test_series_is_complete():
 
 
 SHOWN = [  # (notebook, cell, text of its output): failures that a lesson is about, which nbval does not compare
-    ("02_ddp_spawn", "launch-unequal", "machine 0 was given --nproc 1, but machine 1 --nproc 2"),
+    ("02_ddp_spawn", "launch-unequal", "machine 0 has --nproc 1, but machine 1 --nproc 2"),
     ("02_ddp_spawn", "launch-failure", "ZeroDivisionError: division by zero"),
     ("03_torchrun", "launch-killed", "killed after epoch 1, on purpose"),
     ("03_torchrun", "launch-failure-recorded", "RuntimeError: the disk is full"),

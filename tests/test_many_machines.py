@@ -1,0 +1,240 @@
+"""Script 09: who starts the ranks, a heartbeat that says who was lost, and machines without a disk in common.
+
+The ranks are forked, as in test_elastic.py. Real launchers and real machines are in test_launchers.py.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from test_elastic import EXACT, Run, finished, running
+
+from ddp_tutorial.paths import load_script
+
+LIMIT = 40
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_LOG", str(tmp_path / "log.txt"))
+
+
+# ------------------------------------------------------------------------------------------------------- launchers
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+SRUN = {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "5", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def learned(monkeypatch, environment):
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, after script 09 has looked at this environment."""
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "OMPI_")) or name in [*TORCHRUN, *MASTER]:
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        load_script("09").learn_rank()
+        return [int(os.environ[name]) for name in TORCHRUN]
+    finally:
+        for name in TORCHRUN:
+            os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("environment, wanted", [
+    (TORCHRUN, [3, 4, 1, 2]),
+    (MPIRUN | MASTER, [5, 6, 2, 3]),
+    (SRUN | MASTER, [4, 5, 0, 1]),
+    (SRUN | MASTER | TORCHRUN, [3, 4, 1, 2]),
+    (SRUN | MASTER | MPIRUN, [5, 6, 2, 3]),
+], ids=["torchrun", "mpirun", "srun", "torchrun in a job of Slurm", "mpirun in a job of Slurm"])
+def test_09_learns_its_rank(monkeypatch, environment, wanted):
+    assert learned(monkeypatch, environment) == wanted
+
+
+BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize("environment, said", [
+    ({}, "no launcher has told this process its rank"),
+    (MASTER, "no launcher has told this process its rank"),
+    (BATCH_STEP | MASTER, "no launcher has told this process its rank"),
+    (MPIRUN, "mpirun does not say where rank 0 is"),
+    (SRUN | {"MASTER_ADDR": "node0"}, "srun does not say where rank 0 is"),
+], ids=["nobody", "only where rank 0 is", "sbatch without srun", "mpirun", "srun"])
+def test_09_no_rank_is_refused(monkeypatch, capsys, environment, said):
+    with pytest.raises(SystemExit) as end:
+        learned(monkeypatch, environment)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, counts", [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2),4(x1),1", [8, 8, 4, 1])])
+def test_09_tasks_of_nodes(text, counts):
+    assert load_script("09").tasks_of_nodes(text) == counts
+
+
+# ------------------------------------------------------------------------------------------------------- heartbeat
+
+LONG = ["--limit", 3000, "--batch-size", 10, "--epochs", 9, "--heartbeat-timeout", 4, "--snapshot-every", 5]
+
+
+def stopped_ranks(tmp_path, stopped):
+    """Freeze these of three ranks, as if their machine had vanished: what the others said, and after how long."""
+    run = running(3, tmp_path / "snapshots", *LONG, number="09")
+    for rank in stopped:
+        run.kill(rank, signal.SIGSTOP)
+    begin = time.monotonic()
+    others = [process for rank, process in enumerate(run.ranks) if rank not in stopped]
+    for process in others:
+        process.join(LIMIT)
+    took = time.monotonic() - begin
+    statuses = [process.exitcode for process in others]
+    for rank in stopped:
+        run.kill(rank)
+    run.wait()
+    return statuses, run.log.read_text(), took
+
+
+def test_09_a_lost_rank_is_named_by_all_others(tmp_path):
+    statuses, log, took = stopped_ranks(tmp_path, [1])
+    assert statuses == [1, 1] and 4 < took < 20
+    for rank in (0, 2):
+        assert f"[rank {rank}] lost rank 1 on {os.uname().nodename}: not heard of for 4 s" in log
+    assert "Traceback" not in log
+
+
+def test_09_all_lost_ranks_are_named(tmp_path):
+    statuses, log, _ = stopped_ranks(tmp_path, [1, 2])
+    node = os.uname().nodename
+    assert statuses == [1] and f"[rank 0] lost rank 1 on {node}, rank 2 on {node}: not heard of for 4 s" in log
+
+
+def test_09_a_lost_store_is_named(tmp_path):
+    """Rank 0 keeps the store here: the others cannot ask anybody whom they have lost."""
+    statuses, log, took = stopped_ranks(tmp_path, [0])
+    assert statuses == [1, 1] and took < 25
+    assert "[rank 1] lost the store on 127.0.0.1: not heard of for 4 s" in log
+
+
+def test_09_a_slow_rank_is_not_lost(tmp_path):
+    """One that is busy for longer than the heartbeat's patience, in the middle of the training."""
+    report = finished(2, tmp_path, *EXACT, "--heartbeat-timeout", 3, change=busy, number="09")
+    assert report["world_size"] == 2 and report["steps"] == 30
+
+
+def busy(script):
+    evaluate = script.evaluate
+
+    def slowly(*arguments):
+        if script.dist.get_rank() == 1:
+            time.sleep(7)
+        return evaluate(*arguments)
+
+    script.evaluate = slowly
+
+
+# ----------------------------------------------------------------------------------------------- no disk in common
+
+
+def own_machine(script):
+    """Each rank is on a machine of its own, whose disk the others do not see."""
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    parse = script.parse_args
+
+    def parse_args():
+        args = parse()
+        args.snapshot = args.snapshot / f"disk {rank}"
+        args.snapshot.mkdir(exist_ok=True)
+        return args
+
+    script.parse_args = parse_args
+
+
+def with_disks(folder, *options):
+    return finished(2, folder, *EXACT, "--snapshot", folder, "--snapshot-every", 10, *options, change=own_machine,
+                    number="09")
+
+
+def steps_on(disk):
+    return [int(path.stem.removeprefix("step-")) for path in sorted(disk.glob("step-*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The report of a training that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RUN_LOG", str(folder / "log.txt"))
+        return finished(2, folder, *EXACT, number="09")
+
+
+@pytest.mark.parametrize("changed_places", [False, True])
+def test_09_goes_on_from_the_disk_that_has_the_newest_snapshot(tmp_path, whole, changed_places):
+    folder = tmp_path / "parted"
+    run = Run(2, *EXACT, "--snapshot", folder, "--snapshot-every", 10, "--stop-after", 25, change=own_machine,
+              number="09")
+    assert run.wait()[0] == [0, 0]
+    disks = folder / "disk 0", folder / "disk 1"
+    assert [steps_on(disk) for disk in disks] == [[10, 20, 25], []]
+    if changed_places:  # and the other one has an older snapshot
+        disks[0].rename(folder / "moved")
+        disks[1].rename(disks[0])
+        (folder / "moved").rename(disks[1])
+        (disks[1] / "step-000000010.pt").rename(disks[0] / "step-000000010.pt")
+    report = with_disks(folder)
+    assert report["resumed_after"] == 25
+    assert report["params_sha256"] == whole["params_sha256"]
+    assert report["step_loss"] == whole["step_loss"]
+    assert ("rank 1's machine has the newest snapshot" in run.log.read_text()) == changed_places
+
+
+def test_09_a_refusal_on_one_disk_is_all_ranks(tmp_path):
+    """The other machine's only snapshot is damaged: nobody goes on from another step than anybody else."""
+    (tmp_path / "disk 1").mkdir()
+    (tmp_path / "disk 1" / "step-000000010.pt").write_bytes(b"damaged")
+    run = Run(2, *EXACT, "--snapshot", tmp_path, change=own_machine, number="09")
+    statuses, log = run.wait()
+    assert statuses == [2, 2] and log.count("(damaged: BadZipFile), nor can an older one: give another") == 2
+
+
+# --------------------------------------------------------------------------------------------------- other options
+
+
+def other_learning_rate(script):
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--lr", "0.1"]
+
+
+def other_torch(script):
+    if os.environ["RANK"] == "2":
+        script.torch.__version__ = "2.6.0"
+
+
+@pytest.mark.parametrize("change, said", [
+    (other_learning_rate, "rank 0 has --lr 0.05, but rank 1 --lr 0.1: give all of them the same"),
+    (other_torch, f"rank 0 has PyTorch {torch.__version__}, but rank 2 PyTorch 2.6.0: give all of them the same"),
+], ids=["options", "version"])
+def test_09_ranks_that_differ_are_refused_by_all(tmp_path, change, said):
+    statuses, log = Run(3, *EXACT, change=change, number="09").wait()
+    assert statuses == [2, 2, 2] and log.count(said) == 3
+
+
+def nobody_else(script):
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+
+
+def test_09_a_rank_that_never_comes(tmp_path):
+    begin = time.monotonic()
+    statuses, log = Run(3, *EXACT, "--join-timeout", 5, change=nobody_else, number="09").wait()
+    assert statuses == [2, 0, 2] and time.monotonic() - begin < 30
+    assert log.count("not all 3 ranks came ") == 2
+    assert "find out why, run python -m ddp_tutorial --rendezvous 127.0.0.1:" in log, "rank 0 may know no more"
