@@ -8,6 +8,7 @@ import math
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 # The colours of Okabe and Ito, which colour-blind people can tell apart; hatches do the same in greyscale.
@@ -413,6 +414,49 @@ def prediction(measured, predicted, others=None, ranges=None, title=None):
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(title or "An all-reduce: prediction against measurement")
+    return figure
+
+
+@plt.rc_context(STYLE)
+def scaling_to(panels, title=None):
+    """The efficiency that a cost model gives for each number of GPUs: a panel for each training, a line for each way.
+
+    panels: dict from a panel's heading to a dict from a line's label to a curve, what ``ddp_tutorial.cost.scaling``
+    returns. The same label has the same line in every panel; a dot marks the first number of GPUs below one half.
+    """
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    looks = dict(zip(labels, RUN_LINES * len(labels), strict=False))
+    figure, grid = _subplots(1, len(panels), figsize=(9, 3.3), sharey=True, squeeze=False)
+    for axes, (heading, curves) in zip(grid[0], panels.items(), strict=True):
+        axes.axhline(50, color=QUIET, linewidth=1)
+        crossings = []
+        for label, curve in curves.items():
+            colour, line = looks[label]
+            percent = {gpus: 100 * share for gpus, share in curve.items()}
+            axes.plot(percent.keys(), percent.values(), line, color=colour, linewidth=2)
+            below = next((gpus for gpus, value in percent.items() if value < 50), None)
+            if below:
+                axes.plot(below, percent[below], "o", color=colour)
+                crossings.append((below, percent[below]))
+        for place, (gpus, value) in enumerate(sorted(crossings)):  # the first on the left, so that they stay apart
+            shift, side = ((-5, -3), ("right", "top")) if not place else ((5, 3), ("left", "bottom"))
+            axes.annotate(f"{gpus:,}", (gpus, value), shift, textcoords="offset points", ha=side[0], va=side[1],
+                          fontsize=9, bbox=LABEL_BOX, zorder=1.5)
+        axes.set_xscale("log", base=2)
+        ticks = [gpus for gpus in (1, 8, 64, 512, 4096) if gpus <= max(map(max, curves.values()))]
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.set(xlabel="GPUs", ylim=(0, 104))
+        axes.set_title(heading, fontsize=10)
+    grid[0, 0].set_ylabel("efficiency (computing)")
+    grid[0, 0].yaxis.set_major_formatter("{x:.0f} %")
+    handles = [Line2D([], [], color=looks[label][0], linestyle=looks[label][1], linewidth=2, label=label)
+               for label in labels]
+    handles.append(Line2D([], [], color="black", marker="o", linestyle="", label="the first below one half"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=3)
+    figure.suptitle(title or "A cost model, not a measurement: where more GPUs no longer help", x=0.01, ha="left",
+                    fontsize=11)
     return figure
 
 

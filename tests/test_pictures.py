@@ -278,6 +278,21 @@ def test_prediction_draws_measured_and_predicted():
     assert [0.5, 4.0] in [list(data) for data in lines.values()]
 
 
+def test_scaling_has_a_line_a_way_and_marks_where_half_is_lost():
+    curves = {"ring": {1: 1.0, 8: 0.6, 64: 0.4, 512: 0.1}, "tree": {1: 1.0, 8: 0.9, 64: 0.8}}
+    figure = pictures.scaling_to({"small": curves, "large": {"tree": {1: 1.0, 8: 0.3}}})
+    small, large = figure.axes
+    assert (small.get_title("left"), large.get_title("left")) == ("small", "large")
+    half, ring, dot, tree = small.lines
+    assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([1, 8, 64, 512], [100, 60, 40, 10])
+    assert list(half.get_ydata()) == [50, 50] and (dot.get_xdata(), dot.get_ydata()) == ([64], [40])
+    assert [text.get_text() for text in small.texts] == ["64"] and [text.get_text() for text in large.texts] == ["8"]
+    assert ring.get_linestyle() != tree.get_linestyle() == large.lines[1].get_linestyle()
+    assert [tick.get_text() for tick in small.get_xticklabels()] == ["1", "8", "64", "512"]
+    assert legend(figure) == ["ring", "tree", "the first below one half"]
+    assert "model, not a measurement" in figure.get_suptitle()
+
+
 def test_confusion_counts_and_shades_the_mistakes_only():
     counts = [[0] * 10 for _ in range(10)]
     counts[3][3], counts[3][5], counts[9][4] = 900, 2, 5
