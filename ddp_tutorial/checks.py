@@ -8,12 +8,13 @@ import inspect
 import io
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -536,6 +537,54 @@ def resume_cases(function):
         yield f"a training of 10 steps, killed after step {step} and resumed,", partial(killed_after, step), wanted
 
 
+def launch_line_cases(function):
+    wanted_of = {
+        "--nnodes": lambda processes, address, port: [str(len(processes))] * len(processes),
+        "--node-rank": lambda processes, address, port: list(range(len(processes))),
+        "--nproc-per-node": lambda processes, address, port: [str(count) for count in processes],
+        "--master-addr": lambda processes, address, port: [address] * len(processes),
+        "--master-port": lambda processes, address, port: [port] * len(processes),
+        "training_script": lambda processes, address, port: ["scripts/09_many_machines.py"] * len(processes),
+    }
+    for cluster in (([1, 1], "node0", 29500), ([8, 8, 8], "10.0.0.7", 29400), ([2, 1], "gpu-1", 23456)):
+        for option, wanted in wanted_of.items():
+            what = "the script" if option == "training_script" else f"each line's {option}"
+            call = f"{what}, as torchrun reads launch_lines{cluster!r},"
+            yield call, partial(read_launch_lines, function, cluster, option), wanted(*cluster)
+
+
+def read_launch_lines(function, cluster, option):
+    """What torchrun's own parser takes from each line for this option."""
+    from torch.distributed.run import get_args_parser
+
+    found = []
+    for line in function(*cluster):
+        program, *words = shlex.split(line)
+        if program != "torchrun":
+            raise ValueError(f"it begins with {program}, not with torchrun: {line}")
+        with redirect_stderr(io.StringIO()) as said:
+            try:
+                read = get_args_parser().parse_args(words)
+            except SystemExit:
+                raise ValueError(f"torchrun refuses it: {said.getvalue().strip().splitlines()[-1]}") from None
+        found.append(getattr(read, option.lstrip("-").replace("-", "_")))
+    return found
+
+
+def batch_file_cases(function):
+    from ddp_tutorial.sbatch import problems, read
+
+    for nodes, gpus, cores, hours in ((2, 8, 64, 4), (4, 4, 48, 24), (16, 1, 12, 1)):
+        call = f"batch_file({nodes}, {gpus}, {cores}, {hours})"
+        run = partial(function, nodes, gpus, cores, hours)
+        yield f"the linter, of {call},", lambda run=run: problems(run()), []
+        for option, wanted in {
+            "nodes": str(nodes), "ntasks-per-node": str(gpus), "gpus-per-node": str(gpus),
+            "cpus-per-task": str(cores // gpus), "time": f"{hours:02}:00:00", "signal": "B:USR1@120", "requeue": True,
+        }.items():
+            yield f"--{option}, as Slurm reads {call},", lambda run=run, option=option: read(run()).get(option), wanted
+
+
 # File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).
 EXERCISES = {
     "00_ranks": (
@@ -622,6 +671,8 @@ EXERCISES = {
         ),
         False,
     ),
+    "09_launch_lines": ("launch_lines", launch_line_cases, True),
+    "09_batch_file": ("batch_file", batch_file_cases, False),
 }
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _users_omp_threads():
     value = os.environ.get("OMP_NUM_THREADS", "")
     if "DDP_TUTORIAL_CORES" in os.environ:
         return None  # then %launch has set the other, too
-    if value == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+    if value == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         # torchrun sets 1 by itself. What the user had set is in the environment that torchrun was started with.
         try:
             started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")

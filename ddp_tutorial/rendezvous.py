@@ -114,16 +114,18 @@ class Meeting:
         try:
             self._open_store()
         except dist_error():
-            raise NotReady(f"something else uses {self.port} on {self.host}",
-                           "choose another port, or end what uses this one") from None
+            raise NotReady(f"{self.port} on {self.host} answers, but not as this command would",
+                           "run it on all machines at the same time; if you did, something else uses the port: choose"
+                           " another") from None
         return f"{self.port} on {self.host} answers"
 
     def _open_store(self):
         import torch.distributed as dist
 
-        patience = max(ATTEMPT, self.deadline - time.monotonic())
-        self.store = dist.TCPStore(self.address, self.port, is_master=self.is_host, wait_for_workers=False,
-                                   timeout=timedelta(seconds=patience))
+        with tempfile.TemporaryFile() as said, stderr_into(said):  # it fails with 50 lines of C++
+            self.store = dist.TCPStore(self.address, self.port, is_master=self.is_host, wait_for_workers=False,
+                                       timeout=timedelta(seconds=2 * ATTEMPT))
+        self.store.set_timeout(timedelta(seconds=self.patience))
 
     def _why_not(self, error):
         if error.errno == errno.ECONNREFUSED:
@@ -228,15 +230,13 @@ class Meeting:
         self._tell("sum", result)
 
     def _why_no_all_reduce(self):
-        wrong = []
-        for number, machine in enumerate(self.machines):
-            reachable, told = machine["address"], machine["gloo address"]
-            if told != reachable:
-                interface = "" if number != self.number else f" ({interface_of(reachable)})"
-                wrong.append(f"{machine['name']} tells the others to call {told}, where its host name leads: set"
-                             f" GLOO_SOCKET_IFNAME, and for GPUs NCCL_SOCKET_IFNAME, there to the interface that has"
-                             f" {reachable}{interface}")
-        return "; ".join(wrong) or "let the firewalls open all ports between them: Gloo and NCCL choose theirs freely"
+        wrong = [f"{machine['name']} tells the others to call {machine['gloo address']}, not {machine['address']}"
+                 for machine in self.machines if machine["gloo address"] != machine["address"]]
+        if not wrong:
+            return "let the firewalls open all ports between them: Gloo and NCCL choose theirs freely"
+        own = interface_of(self.machines[self.number]["address"])
+        return (f"{'; '.join(wrong)}: that is where its host name leads; set GLOO_SOCKET_IFNAME there, and for GPUs"
+                f" NCCL_SOCKET_IFNAME, to the interface of the right address ({own} on this machine)")
 
     def part(self):
         """The store ends with the host's process, so that one leaves last."""

@@ -130,9 +130,9 @@ def tasks_of_nodes(text):
 
 # %% Process group
 def restarts():
-    """How often torchrun has started the workers again, or Slurm the job."""
-    environ = os.environ
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", environ.get("SLURM_RESTART_COUNT", 0)))
+    """How often torchrun has started the workers again, and Slurm the job."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return sum(int(os.environ.get(name, 0)) for name in counts)
 
 
 def join_process_group(args):
@@ -238,8 +238,12 @@ class Heartbeat:
     def give_up(self, lost):
         """The main thread waits for what will not come, so no exception would end it."""
         message = f"[rank {self.rank}] lost {lost}: not heard of for {self.patience:g} s"
-        print(message, file=sys.stderr, flush=True)
-        get_error_handler().record_exception(ConnectionError(message))  # for torchrun's summary
+        # Below the progress bar.
+        print(f"\n{os.path.basename(__file__)}: {message}", file=sys.stderr, flush=True)
+        try:
+            raise ConnectionError(message)
+        except ConnectionError as error:
+            get_error_handler().record_exception(error)  # for torchrun's summary
         os._exit(1)
 
     def end(self):

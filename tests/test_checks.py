@@ -171,6 +171,43 @@ def share(order, global_batch, step, rank, world_size):
     order: all samples of the epoch, in the order in which one process would take them.
     """
 ''',
+    "09_launch_lines": '''
+def launch_lines(processes, address, port):
+    """The commands that start scripts/09_many_machines.py on several machines, one command each.
+
+    processes: how many to start on each machine, a list.
+    address, port: of machine 0, as the others reach it.
+    """
+    lines = []
+    for count in processes:
+        lines.append(
+            f"torchrun --nnodes {len(processes)} --nproc-per-node {max(processes)}"
+            f" --master-addr localhost scripts/09_many_machines.py --master-port {port}")
+    return lines
+''',
+    "09_batch_file": '''
+COMMANDS = """
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export MASTER_ADDR MASTER_PORT
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
+    python scripts/09_many_machines.py --snapshot "build/slurm-$SLURM_JOB_ID"
+"""
+
+
+def batch_file(nodes, gpus, cores, hours):
+    """A batch file for `nodes` machines, each with so many GPUs and CPU cores: a task for each GPU.
+
+    It may run for so many hours (HH:00:00), and again after a preemption. 120 s before its time is
+    over, the shell of the batch file gets the signal USR1.
+    """
+    header = f"""#!/bin/bash
+# SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={nodes * gpus}
+#SBATCH --time={hours}
+"""
+    return header + COMMANDS
+''',
 }
 
 SOLUTIONS = {
@@ -272,6 +309,30 @@ def resume(snapshot, model, optimizer, scheduler):
     return snapshot["epoch"], snapshot["step"]
 """,
     "08_share": "    return order[step * global_batch : (step + 1) * global_batch][rank::world_size]",
+    "09_launch_lines": """
+
+def launch_lines(processes, address, port):
+    lines = []
+    for machine, count in enumerate(processes):
+        lines.append(
+            f"torchrun --nnodes {len(processes)} --node-rank {machine} --nproc-per-node {count}"
+            f" --master-addr {address} --master-port {port} scripts/09_many_machines.py")
+    return lines
+""",
+    "09_batch_file": """
+
+def batch_file(nodes, gpus, cores, hours):
+    header = f\"\"\"#!/bin/bash
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={gpus}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --cpus-per-task={cores // gpus}
+#SBATCH --time={hours:02}:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+\"\"\"
+    return header + COMMANDS
+""",
 }
 
 # Plausible mistakes, each with a part of the line that answers it.
@@ -535,6 +596,17 @@ def accuracy(model, images, labels, batch_size):
         "    size = global_batch // world_size\n    return order[step * global_batch + rank * size :][:size]",
         "gave [5, 3], wanted [5, 1]",
     ),
+    ("09_launch_lines", STUBS["09_launch_lines"].replace("localhost", "{address}"),
+     "each line's --node-rank, as torchrun reads launch_lines([1, 1], 'node0', 29500), gave [0, 0], wanted [0, 1]"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("{count}", "{max(processes)}"),
+     "--nproc-per-node, as torchrun reads launch_lines([2, 1], 'gpu-1', 23456), gave [2, 2], wanted [2, 1]"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("{address}", "localhost"), "wanted [node0, node0]"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("--node-rank", "--noderank"), "torchrun refuses it: "),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("torchrun ", "python "), "it begins with python,"),
+    ("09_batch_file", SOLUTIONS["09_batch_file"].replace("#SBATCH --nodes", "# SBATCH --nodes"), "the linter, of"),
+    ("09_batch_file", SOLUTIONS["09_batch_file"].replace("{cores // gpus}", "{cores}"),
+     "--cpus-per-task, as Slurm reads batch_file(2, 8, 64, 4), gave 64, wanted 8"),
+    ("09_batch_file", SOLUTIONS["09_batch_file"].replace("B:USR1", "USR1"), "gave USR1@120, wanted B:USR1@120"),
 ]
 
 
@@ -548,6 +620,8 @@ CASES = {
     "07_local_loss": 4,
     "08_resume": 7,
     "08_share": 6,
+    "09_launch_lines": 18,
+    "09_batch_file": 24,
     "00_ranks": 6,
     "00_workers": 4,
     "01_accuracy": 5,
@@ -594,6 +668,8 @@ def test_every_exercise_has_a_stub_a_solution_and_two_mistakes():
 
 
 STUBS_GIVE = {
+    "09_launch_lines": "each line's --node-rank, as torchrun reads launch_lines([1, 1], 'node0', 29500), gave [0, 0]",
+    "09_batch_file": "the linter, of batch_file(2, 8, 64, 4), gave [line 2: ",
     "08_resume": "resume, from a snapshot of epoch 0 and step 3, gave (0, 0), wanted (0, 3)",
     "03_atomic_save": "gave no file, wanted 0",
     "05_all_reduce": "and so on, gave [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], wanted [[11.0, 22.0, 33.0], [11.0",

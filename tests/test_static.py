@@ -27,6 +27,7 @@ LARGEST_DIFF = {
     "06_ddp_by_hand": 470,  # DDP written out; 05 starts anew
     "07_evaluation_and_batchnorm": 185,  # against 04; half of it is batch norm by hand
     "08_checkpoint_and_elastic": 520,  # snapshots, signals, other numbers of ranks
+    "09_many_machines": 215,  # other launchers, a heartbeat, machines without a disk in common
 }
 LARGEST_SHARE_IGNORED = 0.40  # of the code cells with output, those whose output nbval does not compare
 MOST_LAUNCHES = 6
@@ -228,6 +229,8 @@ SHOWN = [  # (notebook, cell, text of its output): failures that a lesson is abo
     ("03_torchrun", "launch-killed", "killed after epoch 1, on purpose"),
     ("03_torchrun", "launch-failure-recorded", "RuntimeError: the disk is full"),
     ("07_evaluation_and_batchnorm", "launch-alone", "[rank 1] through the wrapper: failed, no answer"),
+    ("09_many_machines", "launch-wrong-name", "nodex does not resolve to an address"),
+    ("09_many_machines", "launch-cut", "[rank 0] lost rank 1 on node1: not heard of for 5 s"),
 ]
 
 

@@ -49,7 +49,7 @@ def test_threads_set_by_torchrun_do_not_count_as_the_users(users, wanted):
     worker = ("import ddp_tutorial.device as d; d.usable_cores = lambda: 8; "
               "print(d.set_threads(None, 2, say=None))")
     agent = ("import os, subprocess, sys; "
-             "os.environ.update(OMP_NUM_THREADS='1', LOCAL_WORLD_SIZE='2'); "
+             "os.environ.update(OMP_NUM_THREADS='1', LOCAL_WORLD_SIZE='2', TORCHELASTIC_RUN_ID='x'); "
              f"subprocess.run([sys.executable, '-c', {worker!r}], check=True)")
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", agent], env=clean | users, capture_output=True, text=True, check=True)
