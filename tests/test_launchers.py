@@ -111,6 +111,19 @@ def test_09_spawn(three, reference, tmp_path):
     assert_same(report(path), reference(2))
 
 
+def test_09_c10d_where_no_machine_recognises_itself(reference, tmp_path):
+    """The endpoint is an address, and host names lead elsewhere: without is_host nobody would open the port."""
+    need("ip")
+    path = tmp_path / "report.json"
+    with machines(2, own_name="127.0.1.1") as name:
+        endpoint = f"{lab.address(0, name)}:29500"
+        train(name, [["env", "GLOO_SOCKET_IFNAME=eth0",
+                      *torchrun("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x",
+                                "--rdzv-conf", f"is_host={1 - number}", script("09"), *OPTIONS, "--json", path)]
+                     for number in (0, 1)])
+    assert_same(report(path), reference(2))
+
+
 def mpirun_of(*programs):
     """A command that starts one process of each program, a list of words; with what root must say."""
     parts = [word for words in programs for word in (":", "-np", 1, *words)]

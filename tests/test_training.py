@@ -41,6 +41,14 @@ def test_threads_under_launch_are_those_of_a_terminal(monkeypatch):
     assert device.set_threads(None, 1, say=None) == 2
 
 
+def test_one_thread_set_by_the_user_of_srun_counts(monkeypatch):
+    """srun sets nothing itself, and its parent's environment says nothing of the user's."""
+    monkeypatch.setattr("ddp_tutorial.device.usable_cores", lambda: 8)
+    for name, value in {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert device.set_threads(None, 2, say=None) == 1
+
+
 @pytest.mark.parametrize(("users", "wanted"), [({}, 4), ({"OMP_NUM_THREADS": "1"}, 1)])
 def test_threads_set_by_torchrun_do_not_count_as_the_users(users, wanted):
     """torchrun sets OMP_NUM_THREADS=1 for its workers. What counts is what it was started with itself."""
