@@ -425,7 +425,9 @@ def scaling_to(panels, title=None):
     returns. The same label has the same line in every panel; a dot marks the first number of GPUs below one half.
     """
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
-    looks = dict(zip(labels, RUN_LINES * len(labels), strict=False))
+    looks = dict(zip(labels, (*RUN_LINES, ("#009E73", (0, (7, 1.5, 1, 1.5, 1, 1.5)))), strict=False))
+    if len(looks) < len(labels):
+        raise ValueError(f"{len(labels)} labels are more than the {len(looks)} lines that can be told apart")
     figure, grid = _subplots(1, len(panels), figsize=(9, 3.3), sharey=True, squeeze=False)
     for axes, (heading, curves) in zip(grid[0], panels.items(), strict=True):
         axes.axhline(50, color=QUIET, linewidth=1)
@@ -433,7 +435,7 @@ def scaling_to(panels, title=None):
         for label, curve in curves.items():
             colour, line = looks[label]
             percent = {gpus: 100 * share for gpus, share in curve.items()}
-            axes.plot(percent.keys(), percent.values(), line, color=colour, linewidth=2)
+            axes.plot(percent.keys(), percent.values(), linestyle=line, color=colour, linewidth=2)
             below = next((gpus for gpus, value in percent.items() if value < 50), None)
             if below:
                 axes.plot(below, percent[below], "o", color=colour)

@@ -293,6 +293,15 @@ def test_scaling_has_a_line_a_way_and_marks_where_half_is_lost():
     assert "model, not a measurement" in figure.get_suptitle()
 
 
+def test_scaling_to_draws_no_two_ways_alike():
+    ways = {str(number): {1: 1.0, 8: 0.9} for number in range(5)}
+    lines = pictures.scaling_to({"all": ways}).axes[0].lines[1:]
+    assert len({line.get_color() for line in lines}) == 5
+    assert len({str(line._unscaled_dash_pattern) for line in lines}) == 5
+    with pytest.raises(ValueError, match="6 labels are more than the 5 lines"):
+        pictures.scaling_to({"all": ways | {"5": {1: 1.0}}})
+
+
 def test_confusion_counts_and_shades_the_mistakes_only():
     counts = [[0] * 10 for _ in range(10)]
     counts[3][3], counts[3][5], counts[9][4] = 900, 2, 5
