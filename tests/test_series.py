@@ -410,6 +410,26 @@ def test_an_environment_of_your_own_is_never_deleted(machine):
     assert (status, asked) == (2, []) and said.startswith("setup: no-python exists but holds no Python")
 
 
+def test_an_environment_of_another_clone_is_only_added_to(machine, tmp_path_factory):
+    other = tmp_path_factory.mktemp("clones") / "other"
+    assert setup(machine) == (0, ["venv", INSTALL], "")
+    shutil.copytree(machine, other, ignore=shutil.ignore_patterns(".venv"))
+    (machine / ".venv" / "installed").touch()
+    (machine / "log").unlink()
+    assert setup(other, f"VENV={machine / '.venv'}", python=None)[0] == 0
+    assert (machine / "log").read_text() == f"{INSTALL}\n"  # this Python's notes are where it was made
+    assert (machine / ".venv" / "installed").exists()
+
+
+def test_an_environment_that_was_moved_with_its_folder_is_made_again(machine, tmp_path_factory):
+    moved = tmp_path_factory.mktemp("clones") / "moved"
+    assert setup(machine)[0] == 0
+    shutil.copytree(machine, moved)
+    (moved / ".venv" / "installed").touch()
+    assert setup(moved)[0] == 0
+    assert not (moved / ".venv" / "installed").exists()
+
+
 def test_an_unfit_python_is_one_line(machine):
     status, asked, said = setup(machine, python="/bin/false")
     assert (status, asked) == (2, [])

@@ -30,7 +30,15 @@ python=${PYTHON:-$(made_for 2)}
 index=${TORCH_INDEX:-$(made_for 3)}
 wanted | cmp -s - "$stamp" && exit 0
 
-if [ -e "$ours" ] && { [ ! -e "$stamp" ] || [ "$(wanted | head -n 3)" != "$(head -n 3 "$stamp")" ]; }; then
+outdated() {
+    [ "$(wanted | sed -n 2,3p)" = "$(sed -n 2,3p "$stamp")" ] || return 0
+    case $venv in
+        /*) return 1 ;;                     # elsewhere, and maybe another clone's: it only gets what it lacks
+        *) [ "$(made_for 1)" != "$PWD" ] ;; # of a folder that was moved: its paths lead to the old place
+    esac
+}
+
+if [ -e "$ours" ] && { [ ! -e "$stamp" ] || outdated; }; then
     echo "setup: $venv is unfinished or was made for other settings: making it again"
     rm -rf "$venv"
 fi
