@@ -68,6 +68,8 @@ class Meeting:
         """What `step()` returns, NotReady where the machines lose each other."""
         try:
             return step()
+        except NotReady:
+            raise  # without importing PyTorch, which takes seconds, to learn that it is none of its errors
         except dist_error() as error:
             raise NotReady(f"the others do not answer any more ({short(error)})",
                            "see what they say, and run the command on all of them again") from None

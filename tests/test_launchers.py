@@ -280,12 +280,13 @@ def test_09_something_else_uses_the_port(three):
 
 def test_09_a_machine_that_comes_late(three):
     """The first waits for it, whichever of the two it is."""
-    for first in (0, 1):
-        early = start(*lab.exec_command(first, preflight(first), three))
-        time.sleep(4)
-        late = start(*lab.exec_command(1 - first, preflight(1 - first), three))
-        for process in (early, late):
-            assert "ready: these 2 machines can train together" in finish(process)[0]
+    pairs = [(number, preflight(number, host=f"node0:{29500 + late}"))
+             for late in (0, 1) for number in (1 - late, late)]
+    early = [start(*lab.exec_command(number, words, three)) for number, words in pairs[::2]]
+    time.sleep(4)
+    late = [start(*lab.exec_command(number, words, three)) for number, words in pairs[1::2]]
+    for process in early + late:
+        assert "ready: these 2 machines can train together" in finish(process)[0]
 
 
 @pytest.mark.parametrize("title, options, told, why", [
