@@ -186,6 +186,23 @@ def check(name, commands):
     return found
 
 
+def test_09_two_terminals_of_one_machine():
+    """Both have the address of the host: the first opens the port, the second comes to it."""
+    command = [PYTHON, "-m", "ddp_tutorial", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    said = [finish(process)[0] for process in [start(*command), start(*command)]]
+    assert sorted("is open now" in text for text in said) == [False, True]
+    assert all("1 + 2 = 3 on every machine\nready: these 2 machines can train together" in text for text in said)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--rendezvous", "node0"], "node0 is not HOST:PORT, such as node0:29500"),
+    (["--rendezvous", "node0:0"], "node0:0 is not HOST:PORT, such as node0:29500"),
+    (["--rendezvous", "node0:29500", "--nodes", "1"], "--nodes is at least 2, and --patience at least 1"),
+])
+def test_09_bad_options_of_the_preflight_are_one_line(words, said):
+    assert finish(start(PYTHON, "-m", "ddp_tutorial", *words), status=2)[1].endswith(f": {said}\n")
+
+
 def test_09_machines_that_can_train_together(three):
     found = check(three, [preflight(number, "--nodes", 3) for number in range(3)])
     for number, (status, lines) in enumerate(found):

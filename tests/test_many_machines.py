@@ -129,6 +129,22 @@ def test_09_a_slow_rank_is_not_lost(tmp_path):
     assert report["world_size"] == 2 and report["steps"] == 30
 
 
+def test_09_ranks_that_have_left_are_not_lost(tmp_path):
+    """Rank 0 is still busy with its report when the others have ended."""
+    report = finished(3, tmp_path, *EXACT, "--heartbeat-timeout", 3, change=slow_report, number="09")
+    assert report["world_size"] == 3
+
+
+def slow_report(script):
+    write = script.write_report
+
+    def slowly(*arguments, **options):
+        time.sleep(7)
+        write(*arguments, **options)
+
+    script.write_report = slowly
+
+
 def busy(script):
     evaluate = script.evaluate
 
