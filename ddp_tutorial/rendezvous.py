@@ -96,30 +96,35 @@ class Meeting:
         return f"from {self.own_address}, interface {self.interface}"
 
     def port_facts(self):
+        error = dist_error()  # imports PyTorch, so that nothing slow stands between the next two lines
+        # Machines that are only two terminals on one have one address: the first of them is the host.
+        if self.is_host and self._cannot_connect() is None:
+            self.is_host = False
         if self.is_host:
             try:
                 self._open_store()
                 return f"{self.port} was free here, and is open now"
-            except dist_error() as error:
-                # Machines that are only two terminals on one have one address: the first of them is the host.
-                self.is_host, why = False, short(error)
-                if "EADDRINUSE" not in str(error):
-                    raise NotReady(f"cannot listen on {self.port} ({why})", "choose another port") from None
-        while True:
-            try:
-                socket.create_connection((self.address, self.port), timeout=ATTEMPT).close()
-                break
-            except OSError as error:
-                if time.monotonic() > self.deadline:
-                    raise self._why_not(error) from None
-                time.sleep(0.2)
+            except error as why:
+                self.is_host = False
+                if "EADDRINUSE" not in str(why):
+                    raise NotReady(f"cannot listen on {self.port} ({short(why)})", "choose another port") from None
+        while why := self._cannot_connect():
+            if time.monotonic() > self.deadline:
+                raise self._why_not(why)
+            time.sleep(0.2)
         try:
             self._open_store()
-        except dist_error():
+        except error:
             raise NotReady(f"{self.port} on {self.host} answers, but not as this command would",
                            "run it on all machines at the same time; if you did, something else uses the port: choose"
                            " another") from None
         return f"{self.port} on {self.host} answers"
+
+    def _cannot_connect(self):
+        try:
+            socket.create_connection((self.address, self.port), timeout=ATTEMPT).close()
+        except OSError as error:
+            return error
 
     def _open_store(self):
         import torch.distributed as dist
@@ -228,7 +233,8 @@ class Meeting:
             except RuntimeError as error:
                 said.seek(0)
                 match = re.search(r"SO_ERROR: ([\w ]+), remote=\[([^]]+)\]", said.read())
-                result = f"{match[1].lower()}: {match[2]}" if match else short(error)
+                unsaid = "no connection" if "connectFullMesh" in str(error) else short(error)
+                result = f"{match[1].lower()}: {match[2]}" if match else unsaid  # PyTorch 2.6 gives no reason
         self._tell("sum", result)
 
     def _why_no_all_reduce(self):

@@ -318,8 +318,8 @@ def test_09_a_host_name_that_leads_elsewhere(title, options, told, why):
         found = check(name, [preflight(0), preflight(1)])
         for status, lines in found:
             assert status == 1
-            assert lines["all-reduce"].startswith(
-                f"the machines meet, but not all can call each other ({why}: {told}")
+            assert re.match(rf"the machines meet, but not all can call each other \(({why}: {re.escape(told)}|no "
+                            "connection)", lines["all-reduce"])
             wrong, _, cure = lines["not ready"].partition(": ")
             for machine, text in enumerate(wrong.split("; ")):
                 assert re.fullmatch(rf"node{machine} tells the others to call {re.escape(told)}[\d.]*, not"
@@ -330,7 +330,8 @@ def test_09_a_host_name_that_leads_elsewhere(title, options, told, why):
                  for finding, text in found[0][1].items()}
         # Which of the two notices first is chance.
         seen = re.sub(r"(\d+\.\d+\.\d+)\.\d+, node\d says", r"\1.1, node1 says", lines["all-reduce"])
-        recorded(title, seen, lines["not ready"])
+        if "no connection" not in seen:  # an older PyTorch gives no reason
+            recorded(title, seen, lines["not ready"])
         cured = check(name, [["env", "GLOO_SOCKET_IFNAME=eth0", *preflight(number)] for number in (0, 1)])
         assert [status for status, _ in cured] == [0, 0]
 
