@@ -43,6 +43,7 @@ NEW_UTS = 0x04000000  # CLONE_NEWUTS of <sched.h>; os.unshare came with Python 3
 # Names and addresses of this computer's network, which mean something else on a machine. Give it its own after the --:
 # exec 0 -- env GLOO_SOCKET_IFNAME=eth0 COMMAND.
 THIS_COMPUTERS = ("PET_LOCAL_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RENDEZVOUS = ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")  # variables that name a machine
 TOOLS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where Debian keeps ip and tc
 BRIDGE = "switch"
 LIMITS = {"bandwidth": 100_000, "latency": 60_000, "loss": 100}
@@ -626,7 +627,10 @@ def execute(number, words, name=None):
             raise LabError(f"machine {number} is frozen: heal it first")
         key, _, value = _mark(lab, number).partition("=")
         os.environ[key] = value
-        words = [re.sub(r"\bnode\d+\b", "127.0.0.1", word) for word in words]
+        words = [_on_loopback(word) for word in words]
+        for variable in RENDEZVOUS:
+            if variable in os.environ:
+                os.environ[variable] = _on_loopback(os.environ[variable])
     if not shutil.which(words[0]):
         raise LabError(f"there is no command {words[0]}")
     if lab["mode"] == NAMESPACES:
@@ -642,6 +646,10 @@ def execute(number, words, name=None):
             signal.signal(getattr(signal, ignored), signal.SIG_DFL)
     sys.stdout.flush()
     os.execvp(words[0], words)
+
+
+def _on_loopback(text):
+    return re.sub(r"\bnode\d+\b", "127.0.0.1", text)
 
 
 class Parser(argparse.ArgumentParser):

@@ -160,7 +160,8 @@ class Meeting:
             self.machines[0]["address"] = self.machines[1]["host address"]
         names = ", ".join(f"{machine['name']} ({machine['address']})" for machine in self.machines)
         if missing:
-            remedy = f"run the same command on all {self.nodes} machines within {self.patience:g} s"
+            remedy = (f"run this command, with the same HOST:PORT, on all {self.nodes} machines within"
+                      f" {self.patience:g} s")
             if self.address.startswith("127."):
                 remedy = (f"give an address by which the others reach this machine: {self.address} is the machine"
                           " itself, for each of them")

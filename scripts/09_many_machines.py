@@ -82,7 +82,8 @@ def parse_args():
     add("--predictions", type=output_file, metavar="FILE",
         help="save what the model says about each test image, a tensor [images]")
     add("--join-timeout", type=positive_float, default=300, metavar="SECONDS",
-        help="how long to wait for ranks that have not come yet (300)")
+        help="how long to wait for ranks that have not come yet (300); torchrun waits first, by"
+             " its own --rdzv-conf")
     add("--heartbeat-timeout", type=positive_float, default=30, metavar="SECONDS",
         help="end when a rank was not heard of for so long (30)")
     return parser.parse_args()
@@ -217,7 +218,7 @@ class Heartbeat:
                 elif self.rank != 0 and self.store.check(["missing"]):
                     missing = [self.store.get("missing").decode()]
                 if missing:
-                    self.give_up(", ".join(missing))
+                    self.give_up(", ".join(missing), self.patience)
             self.store.set(f"beat {self.rank}", "left")
         except RuntimeError:
             self.ended.wait()  # the store does not answer: see watch
@@ -231,13 +232,14 @@ class Heartbeat:
 
     def watch(self):
         """The thread that notices when the store does not answer the other one."""
+        patience = self.patience + 5  # else it would be lost before rank 0 could say who else is
         while not self.ended.wait(1):
-            if time.monotonic() - self.answered_at > self.patience + 5:
-                self.give_up(f"the store on {os.environ['MASTER_ADDR']}")
+            if time.monotonic() - self.answered_at > patience:
+                self.give_up(f"the store on {os.environ['MASTER_ADDR']}", patience)
 
-    def give_up(self, lost):
+    def give_up(self, lost, patience):
         """The main thread waits for what will not come, so no exception would end it."""
-        message = f"[rank {self.rank}] lost {lost}: not heard of for {self.patience:g} s"
+        message = f"[rank {self.rank}] lost {lost}: not heard of for {patience:g} s"
         # Below the progress bar.
         print(f"\n{os.path.basename(__file__)}: {message}", file=sys.stderr, flush=True)
         try:

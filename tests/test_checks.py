@@ -173,7 +173,8 @@ def share(order, global_batch, step, rank, world_size):
 ''',
     "09_launch_lines": '''
 def launch_lines(processes, address, port):
-    """The commands that start scripts/09_many_machines.py on several machines, one command each.
+    """The commands that start scripts/09_many_machines.py on several machines, one command each,
+    in the static form.
 
     processes: how many to start on each machine, a list.
     address, port: of machine 0, as the others reach it.
@@ -198,8 +199,10 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
 def batch_file(nodes, gpus, cores, hours):
     """A batch file for `nodes` machines, each with so many GPUs and CPU cores: a task for each GPU.
 
-    It may run for so many hours (HH:00:00), and again after a preemption. 120 s before its time is
-    over, the shell of the batch file gets the signal USR1.
+    The tasks of a machine share out its cores evenly. The job may run for so many hours, written
+    HH:00:00, and again when Slurm has put it back into the queue. 120 s before its time is over,
+    the shell of the batch file gets the signal USR1. Options: --nodes, --ntasks-per-node,
+    --gpus-per-node, --cpus-per-task, --time, --signal, --requeue.
     """
     header = f"""#!/bin/bash
 # SBATCH --nodes={nodes}

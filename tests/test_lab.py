@@ -736,11 +736,15 @@ def loopback(name, monkeypatch, tmp_path):
     return name
 
 
-def test_on_loopback_all_host_names_are_its_address(loopback):
+def test_on_loopback_all_host_names_are_its_address(loopback, monkeypatch):
     code = "import sys; print(*sys.argv[1:])"
     words = ["node0:29500", "tcp://node1:1", "--node-rank", "anode0", "node", "--rdzv-endpoint=node12"]
     assert on(loopback, 1, code, *words).split() == [
         "127.0.0.1:29500", "tcp://127.0.0.1:1", "--node-rank", "anode0", "node", "--rdzv-endpoint=127.0.0.1"]
+    show = "import os; print(os.environ['MASTER_ADDR'], os.environ['DDP_TUTORIAL_DATA'])"
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("DDP_TUTORIAL_DATA", "node0")
+    assert on(loopback, 1, show).split() == ["127.0.0.1", "node0"]
     assert lab.address(1, loopback) == "127.0.0.1" and lab.state(loopback)["mode"] == "loopback"
 
 

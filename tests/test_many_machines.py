@@ -120,7 +120,7 @@ def test_09_a_lost_store_is_named(tmp_path):
     """Rank 0 keeps the store here: the others cannot ask anybody whom they have lost."""
     statuses, log, took = stopped_ranks(tmp_path, [0])
     assert statuses == [1, 1] and took < 25
-    assert "[rank 1] lost the store on 127.0.0.1: not heard of for 4 s" in log
+    assert "[rank 1] lost the store on 127.0.0.1: not heard of for 9 s" in log
 
 
 def test_09_a_slow_rank_is_not_lost(tmp_path):
