@@ -57,11 +57,11 @@ def non_negative_int(text):
     return _whole_number_from(0, text)
 
 
-def whole_number(largest):
-    """A type for `add_argument`: whole numbers from 1 to `largest`."""
+def whole_number(largest, smallest=1):
+    """A type for `add_argument`: whole numbers from `smallest` to `largest`."""
 
     def parse(text):
-        return _number(text, int, 1, largest, f"a whole number from 1 to {largest:,}")
+        return _number(text, int, smallest, largest, f"a whole number from {smallest} to {largest:,}")
 
     return parse
 

@@ -8,6 +8,7 @@ import inspect
 import io
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -545,10 +546,17 @@ def launch_line_cases(function):
         "--master-addr": lambda processes, address, port: [address] * len(processes),
         "--master-port": lambda processes, address, port: [port] * len(processes),
         "training_script": lambda processes, address, port: ["scripts/09_many_machines.py"] * len(processes),
+        # What would make torchrun do something else all the same.
+        "training_script_args": lambda processes, address, port: [[]] * len(processes),
+        "--standalone": lambda processes, address, port: [False] * len(processes),
+        "--module": lambda processes, address, port: [False] * len(processes),
+        "--rdzv-backend": lambda processes, address, port: ["static"] * len(processes),
+        "--rdzv-endpoint": lambda processes, address, port: [""] * len(processes),
     }
+    names = {"training_script": "the script", "training_script_args": "what follows the script"}
     for cluster in (([1, 1], "node0", 29500), ([8, 8, 8], "10.0.0.7", 29400), ([2, 1], "gpu-1", 23456)):
         for option, wanted in wanted_of.items():
-            what = "the script" if option == "training_script" else f"each line's {option}"
+            what = names.get(option, f"each line's {option}")
             call = f"{what}, as torchrun reads launch_lines{cluster!r},"
             yield call, partial(read_launch_lines, function, cluster, option), wanted(*cluster)
 
@@ -559,9 +567,10 @@ def read_launch_lines(function, cluster, option):
 
     found = []
     for line in function(*cluster):
-        program, *words = shlex.split(line)
-        if program != "torchrun":
-            raise ValueError(f"it begins with {program}, not with torchrun: {line}")
+        program = re.match(r"(?:\w+=\S* +)*(?:torchrun|python3? +-m +torch.distributed.run) ", line)
+        if not program:
+            raise ValueError(f"it does not begin with torchrun: {line}")
+        words = shlex.split(line[program.end():])
         with redirect_stderr(io.StringIO()) as said:
             try:
                 read = get_args_parser().parse_args(words)
@@ -572,17 +581,30 @@ def read_launch_lines(function, cluster, option):
 
 
 def batch_file_cases(function):
-    from ddp_tutorial.sbatch import problems, read
+    from ddp_tutorial.sbatch import problems
 
     for nodes, gpus, cores, hours in ((2, 8, 64, 4), (4, 4, 48, 24), (16, 1, 12, 1)):
         call = f"batch_file({nodes}, {gpus}, {cores}, {hours})"
         run = partial(function, nodes, gpus, cores, hours)
         yield f"the linter, of {call},", lambda run=run: problems(run()), []
+        yield f"whether srun starts the script in {call}", lambda run=run: bool(
+            re.search(r"^srun\b(.*\\\n)*.*\bscripts/09_many_machines\.py\b", run(), re.MULTILINE)), True
         for option, wanted in {
             "nodes": str(nodes), "ntasks-per-node": str(gpus), "gpus-per-node": str(gpus),
             "cpus-per-task": str(cores // gpus), "time": f"{hours:02}:00:00", "signal": "B:USR1@120", "requeue": True,
+            "array": "none",
         }.items():
-            yield f"--{option}, as Slurm reads {call},", lambda run=run, option=option: read(run()).get(option), wanted
+            yield f"--{option}, as Slurm reads {call},", partial(read_option, run, option), wanted
+
+
+def read_option(run, option):
+    """An option of the batch file that `run()` returns, each of Slurm's spellings made one."""
+    from ddp_tutorial.sbatch import read
+
+    value = read(run()).get(option, "none")
+    if option == "time" and re.fullmatch(r"\d:\d\d:\d\d", str(value)):
+        return f"0{value}"
+    return value.replace("SIGUSR1", "USR1") if option == "signal" else value
 
 
 # File stem: the function's name, its cases, and whether they need PyTorch (which takes seconds to import).

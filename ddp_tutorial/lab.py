@@ -132,6 +132,8 @@ def exec_command(number, words, name=None):
 def cut(number, name=None, when=None, patience=120.0):
     """Take a machine off the network, once the file `when` exists if one is given; wait `patience` seconds for it."""
     _state_with(number, name)
+    if not 0 < patience < 1e6:
+        raise LabError(f"--patience {patience:g} is no number of seconds from 1 to 1,000,000")
     end = time.monotonic() + patience
     while when and not Path(when).exists():
         if time.monotonic() > end:

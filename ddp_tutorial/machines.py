@@ -1,7 +1,10 @@
 """Ports, and whether the machines of a job agree: what must be settled before processes can meet."""
 
 import json
+import os
 import socket
+import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.arguments import refuse
+from ddp_tutorial.preflight import stderr_into
 
 # Options that may differ from machine to machine; the process counts are compared by themselves.
 THIS_MACHINES = ("nodes", "nproc", "node_rank", "master_addr", "master_port", "data_dir", "json", "checkpoint",
@@ -48,6 +52,62 @@ def check_tcp(init_method):
     """Refuse, in one line, a ``tcp://HOST:PORT`` at which this machine cannot listen."""
     address, _, port = init_method.removeprefix("tcp://").rpartition(":")
     check_port(address, int(port), remedy="name a free port, or leave out --init-method")
+
+
+def check_launcher():
+    """Refuse, in one line, what launchers set in the environment where it cannot be right.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    given = {name: os.environ.get(name, "") for name in (*names, "MASTER_ADDR")}
+    try:
+        rank, world_size, local_rank, local_world_size, port = (int(given[name]) for name in names)
+        fits = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and 0 < port < 65536
+    except ValueError:
+        fits = False
+    if not fits or not given["MASTER_ADDR"]:
+        os.environ.pop("LOCAL_RANK", None)  # it may be what is wrong, and refuse() looks at it
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        refuse(f"the launcher's variables do not fit together ({shown}): start it with torchrun, srun or mpirun")
+    os.environ["MASTER_ADDR"] = given["MASTER_ADDR"].strip("[]")  # of an IPv6 address in a URL
+
+
+def meet(world_size, patience):
+    """What ``dist.rendezvous("env://")`` gives, the store at MASTER_ADDR:MASTER_PORT, or a refusal in one line.
+
+    patience: seconds to wait for rank 0, and on rank 0 for the others.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    remedy = f"to find out why, run python -m ddp_tutorial --rendezvous {where} on each machine"
+    late = f"not all {world_size} ranks came to {where} within {patience:g} s: {remedy}"
+    stderr = os.dup(2)
+    # What answers, but is no store, would be waited for without an end.
+    watchdog = threading.Timer(patience + 10, lambda: (os.write(stderr, f"{late}\n".encode()), os._exit(2)))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        with tempfile.TemporaryFile() as said, stderr_into(said):  # it fails with 50 lines of C++
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+    except dist.DistError as error:
+        refuse(f"another program uses port {port} on this machine: choose another MASTER_PORT"
+               if "EADDRINUSE" in str(error) else late)
+    finally:
+        watchdog.cancel()
+        os.close(stderr)
+    return store
+
+
+def check_data_agree(train_set, test_set):
+    """Refuse the job in one line where the ranks, which form a process group, have loaded different data."""
+    name = {"mnist": "MNIST", "printed": "printed digits"}.get(train_set.source, train_set.source)
+    own = f"{name}, {len(train_set):,} and {len(test_set):,} images"
+    all_have = [None] * dist.get_world_size()
+    dist.all_gather_object(all_have, own)
+    for rank, other in enumerate(all_have):
+        if other != all_have[0]:
+            refuse(f"rank 0 has {all_have[0]}, but rank {rank} {other}: give all machines the same data")
 
 
 def check_machines_agree(nodes, node_rank, processes, address, port, options=None, patience=60.0):
@@ -90,6 +150,7 @@ def check_ranks_agree(store, rank, world_size, options, patience):
         patience: seconds to wait for the other ranks.
     """
     plan = _that_must_agree(options) | {"PyTorch": str(torch.__version__)}
+    plan["--snapshot"] = "given" if options.get("snapshot") else "not given"  # the folders may differ
     _refuse_unless_all_agree(
         dist.PrefixStore("plans", store), "rank", rank, world_size, plan, patience,
         f"not all {world_size} ranks came within {patience:g} s: is the command running on all machines?")

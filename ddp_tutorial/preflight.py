@@ -77,12 +77,15 @@ def main(arguments=None):
     parser.add_argument("--nodes", type=int, default=2, help="how many machines (2)")
     parser.add_argument("--patience", type=float, default=60, metavar="SECONDS", help="to wait for the others (60)")
     args = parser.parse_args(arguments)
-    if args.nodes < 2 or not 1 <= args.patience < 1e6:
-        parser.error("--nodes is at least 2, and --patience at least 1")
+    if not 2 <= args.nodes <= 10_000 or not 1 <= args.patience <= 86_400:
+        parser.error("--nodes is a number from 2 to 10,000, and --patience one from 1 to 86,400")
     if args.rendezvous:
         from ddp_tutorial.rendezvous import check_rendezvous
 
-        return check_rendezvous(*args.rendezvous, args.nodes, args.patience)
+        try:
+            return check_rendezvous(*args.rendezvous, args.nodes, args.patience)
+        except KeyboardInterrupt:
+            return 130
     findings = Findings()
     report, remedies = findings.report, findings.remedies
 

@@ -6,6 +6,7 @@ clocks, and add up a number by Gloo, which uses connections of its own between a
 
 import errno
 import hashlib
+import ipaddress
 import json
 import os
 import platform
@@ -79,6 +80,10 @@ class Meeting:
         if self.address is None:
             raise NotReady(f"{self.host} does not resolve to an address",
                            f"give the address itself, or write '<address> {self.host}' into /etc/hosts")
+        kind = ipaddress.ip_address(self.address.split("%")[0])
+        if kind.is_unspecified or kind.is_multicast:
+            raise NotReady(f"{self.host} is no machine's address",
+                           "give an address by which the others reach the host")
         self.is_host = has_address(self.address)
         seen = f"{self.host} is {self.address}" if self.host != self.address else f"{self.host} needs none"
         return seen + (", this machine" if self.is_host else "")
@@ -151,11 +156,16 @@ class Meeting:
         if self.number >= self.nodes:
             raise NotReady(f"this is number {self.number + 1} of {self.nodes}", "give --nodes the number of machines")
         self._tell("machine", {
-            "name": socket.gethostname(), "address": self.own_address, "gloo address": address_for_gloo(),
-            "host address": self.address, "PyTorch": str(torch.__version__), "Python": platform.python_version(),
+            "nodes": self.nodes, "name": socket.gethostname(), "address": self.own_address,
+            "gloo address": address_for_gloo(), "host address": self.address,
+            "PyTorch": str(torch.__version__), "Python": platform.python_version(),
             "this project": code_sha256()[:12],
         })
         self.machines, missing = self._all("machine")
+        for machine in self.machines:
+            if machine["nodes"] != self.nodes:
+                raise NotReady(f"--nodes differs: {self.nodes} here, {machine['nodes']} on {machine['name']}",
+                               "give all machines the same --nodes, the number of machines")
         if len(self.machines) > 1:  # the host's name may mean something else to the host itself
             self.machines[0]["address"] = self.machines[1]["host address"]
         names = ", ".join(f"{machine['name']} ({machine['address']})" for machine in self.machines)
@@ -281,7 +291,7 @@ def resolve(host, limit=10.0):
     def ask():
         try:
             infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError:
+        except (OSError, UnicodeError):  # UnicodeError: a part that is empty, or too long
             return
         found.extend(info[4][0] for info in sorted(infos, key=lambda info: info[0] != socket.AF_INET))
 

@@ -303,7 +303,8 @@ def _split(raw):
     except ValueError:
         words = raw.split()
     words = [word for word in words if word not in KEYWORDS]
-    while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL) and len(words) > 1:  # X=1 torchrun
+    # X=1 torchrun, env X=1 torchrun, nice torchrun
+    while len(words) > 1 and (re.fullmatch(r"\w+=.*", words[0], re.DOTALL) or words[0] in ("env", "nice", "numactl")):
         words.pop(0)
     for number, word in enumerate(words[1:], 1):
         if words[number - 1] in ("-c", "-lc", "-ec") and Path(words[number - 2]).name in ("bash", "sh"):
@@ -398,7 +399,7 @@ def _port(command, given):
 
 def main(files):
     """Check batch files, and print what is wrong with them. Returns the exit status."""
-    if not files:
+    if not files or str(files[0]).startswith("-"):
         print("sbatch: name the files to check: python -m ddp_tutorial.sbatch FILE...", file=sys.stderr)
         return 2
     status = 0

@@ -90,6 +90,15 @@ def restarts():
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
+def attempt():
+    """A number that all ranks of this attempt share, for the names of what they put into the store.
+
+    torchruns may have counted differently how often they have restarted. Where each attempt has a
+    store of its own, a count is not needed; else the store still holds what the last one put there.
+    """
+    return restarts() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
 def join_process_group(args):
     """Meet the other processes. Returns this one's rank, how many there are, and its device."""
     rank = int(os.environ["RANK"])
@@ -104,7 +113,7 @@ def join_process_group(args):
     # failed. A prefix for each attempt keeps the new ones from calling them, and waiting for ever.
     # A worker whose launcher has died meanwhile shall not wait half an hour for its store.
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-    store = dist.PrefixStore(f"attempt {restarts()}", store)
+    store = dist.PrefixStore(f"attempt {attempt()}", store)
     # Blocks until all of world_size processes have come.
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
     return rank, world_size, device

@@ -4,7 +4,8 @@ r"""Train with DDP on many machines, whoever starts the processes.
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr node0 --master-port 29500 \
     scripts/09_many_machines.py --snapshot run      # and --node-rank 1 on the other machine
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \
-    --rdzv-id a_name scripts/09_many_machines.py --snapshot run      # the same on all machines
+    --rdzv-id a_name scripts/09_many_machines.py --snapshot run      # the same on all machines;
+    # for --nnodes 1:2, with machines that come and go, see also the head of script 08
 mpirun -np 16 --host node0:8,node1:8 -x MASTER_ADDR=node0 -x MASTER_PORT=29500 \
     python scripts/09_many_machines.py --snapshot run
 sbatch scripts/slurm/srun.sbatch --snapshot run      # or scripts/slurm/torchrun.sbatch
@@ -52,9 +53,10 @@ from ddp_tutorial.arguments import (
     positive_int,
     refuse,
     training_parser,
+    whole_number,
 )
 from ddp_tutorial.device import backend_for, choose_device, set_threads
-from ddp_tutorial.machines import check_ranks_agree
+from ddp_tutorial.machines import check_data_agree, check_launcher, check_ranks_agree, meet
 from ddp_tutorial.model import NORMS, ConvNet, warm_up_then_decay
 from ddp_tutorial.report import Speedometer, params_sha256, write_report
 
@@ -81,11 +83,11 @@ def parse_args():
         help="do not train: evaluate these weights")
     add("--predictions", type=output_file, metavar="FILE",
         help="save what the model says about each test image, a tensor [images]")
-    add("--join-timeout", type=positive_float, default=300, metavar="SECONDS",
+    add("--join-timeout", type=whole_number(86400), default=300, metavar="SECONDS",
         help="how long to wait for ranks that have not come yet (300); torchrun waits first, by"
              " its own --rdzv-conf")
-    add("--heartbeat-timeout", type=positive_float, default=30, metavar="SECONDS",
-        help="end when a rank was not heard of for so long (30)")
+    add("--heartbeat-timeout", type=whole_number(86400, smallest=3), default=30,
+        metavar="SECONDS", help="end when a rank was not heard of for so long (30)")
     return parser.parse_args()
 
 
@@ -97,18 +99,18 @@ def learn_rank():
     """
     environ = os.environ
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= environ.keys():
-        return  # by torchrun
+        return check_launcher()  # by torchrun
     if "OMPI_COMM_WORLD_RANK" in environ:
         launcher = "mpirun"
         rank, world_size, local_rank, local_world_size = (
-            environ[f"OMPI_COMM_WORLD_{name}"]
+            environ.get(f"OMPI_COMM_WORLD_{name}", "")
             for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         launcher = "srun"
         rank, world_size, local_rank = (
-            environ[f"SLURM_{name}"] for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-        tasks = tasks_of_nodes(environ["SLURM_STEP_TASKS_PER_NODE"])
-        local_world_size = str(tasks[int(environ["SLURM_NODEID"])])
+            environ.get(f"SLURM_{name}", "") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+        tasks = tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        local_world_size = tasks.get(environ.get("SLURM_NODEID"), "")
     else:
         refuse("no launcher has told this process its rank: start it with torchrun, srun or mpirun,"
                " on one machine: torchrun --standalone --nproc-per-node 2"
@@ -119,21 +121,31 @@ def learn_rank():
                + (" (mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500)" * (launcher == "mpirun")))
     environ["RANK"], environ["WORLD_SIZE"] = rank, world_size
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = local_rank, local_world_size
+    check_launcher()
 
 
 def tasks_of_nodes(text):
-    """Slurm's "2(x3),1" as [2, 2, 2, 1]: how many processes run on each machine."""
+    """Slurm's "2(x2),1" as {"0": "2", "1": "2", "2": "1"}: the processes of each machine."""
     counts = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(tasks)] * int(times or 1)
-    return counts
+        counts += [tasks] * int(times or 1)
+    return {str(node): tasks for node, tasks in enumerate(counts)}
 
 
 # %% Process group
 def restarts():
     """How often torchrun has started the workers again, and Slurm the job."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return sum(int(os.environ.get(name, 0)) for name in counts)
+    return sum(int(os.environ.get(name) or 0) for name in counts)
+
+
+def attempt():
+    """A number that all ranks of this attempt share, for the names of what they put into the store.
+
+    torchruns may have counted differently how often they have restarted. Where each attempt has a
+    store of its own, a count is not needed; else the store still holds what the last one put there.
+    """
+    return restarts() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 def join_process_group(args):
@@ -148,15 +160,9 @@ def join_process_group(args):
         torch.cuda.set_device(device)
     # When torchrun starts the workers again, its store still holds the addresses of those that
     # failed. A prefix for each attempt keeps the new ones from calling them, and waiting for ever.
-    patience = timedelta(seconds=args.join_timeout)
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    except dist.DistError:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        refuse(f"not all {world_size} ranks came to {where} within {args.join_timeout:g} s: to find"
-               f" out why, run python -m ddp_tutorial --rendezvous {where} on each machine")
-    store = dist.PrefixStore(f"attempt {restarts()}", store)
-    check_ranks_agree(store, rank, world_size, vars(args), args.join_timeout)
+    store = dist.PrefixStore(f"attempt {attempt()}", meet(world_size, args.join_timeout))
+    plan = vars(args) | {"backend": backend_for(device)}
+    check_ranks_agree(store, rank, world_size, plan, args.join_timeout)
     heartbeat = Heartbeat(rank, world_size, args.heartbeat_timeout)
     # Blocks until all of world_size processes have come.
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
@@ -188,7 +194,7 @@ class Heartbeat:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
-        self.store = dist.PrefixStore(f"heartbeat {restarts()}", store)
+        self.store = dist.PrefixStore(f"heartbeat {attempt()}", store)
         self.store.set(f"name {rank}", f"rank {rank} on {socket.gethostname()}")
         self.store.set(f"beat {rank}", "0")
         self.last_beats = {}  # by rank: what it said, and when that was news
@@ -209,6 +215,8 @@ class Heartbeat:
                 beats += 1
                 self.store.set(f"beat {self.rank}", str(beats))
                 values = self.store.multi_get([f"beat {rank}" for rank in watched])
+                if time.monotonic() - self.answered_at > self.patience:
+                    self.last_beats = {}  # this process stood still itself, with the others maybe
                 self.answered_at = time.monotonic()
                 missing = [name for name, rank, value in zip(names, watched, values)
                            if self.is_missing(rank, value)]
@@ -233,8 +241,12 @@ class Heartbeat:
     def watch(self):
         """The thread that notices when the store does not answer the other one."""
         patience = self.patience + 5  # else it would be lost before rank 0 could say who else is
+        looked_at = time.monotonic()
         while not self.ended.wait(1):
-            if time.monotonic() - self.answered_at > patience:
+            if time.monotonic() - looked_at > self.patience:
+                self.answered_at = time.monotonic()  # this process itself stood still
+            looked_at = time.monotonic()
+            if looked_at - self.answered_at > patience:
                 self.give_up(f"the store on {os.environ['MASTER_ADDR']}", patience)
 
     def give_up(self, lost, patience):
@@ -622,43 +634,44 @@ def find_snapshot(args, options, rank, device):
     Rank 0 looks first. Then one rank of each other machine does, in case its disk is another one
     and has a newer snapshot. Whose is the newest sends it to all.
     """
-    found, lock = None, None
+    found, lock, in_use = None, None, None
     looks = args.snapshot and not args.evaluate and os.environ["LOCAL_RANK"] == "0"
     if looks and rank == 0:
         # Two trainings in one folder would go on from each other's snapshots.
         lock = FileLock(args.snapshot / ".lock")
         try:
             lock.acquire(timeout=LOCK_PATIENCE)  # the last run may still be ending
+            for leftover in args.snapshot.glob("step-*.tmp"):  # of a process killed as it wrote
+                leftover.unlink()
             found = newest_snapshot(args.snapshot, options, fallback=not args.no_fallback)
         except Timeout:
-            found = f"{args.snapshot} is in use by another training: give another --snapshot"
-    steps = tell_steps(found)[0]
-    if looks and rank != 0 and snapshots_in(args.snapshot, after=steps):
+            in_use = f"{args.snapshot} is in use by another training: give another --snapshot"
+    rank_0s = [in_use or steps_of(found)]
+    dist.broadcast_object_list(rank_0s, src=0, device=device)
+    if isinstance(rank_0s[0], str):
+        refuse(rank_0s[0])
+    if looks and rank != 0 and snapshots_in(args.snapshot, after=rank_0s[0]):
         found = newest_snapshot(args.snapshot, options, fallback=not args.no_fallback)
-    steps = tell_steps(found)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (steps_of(found), found if isinstance(found, str) else None))
+    steps, refusals = zip(*told)
+    if any(refusals) and (args.no_fallback or max(steps) < 0):
+        refuse(next(filter(None, refusals)))
     source = steps.index(max(steps))
-    found = [found]
+    found = [found if max(steps) >= 0 else None]
     dist.broadcast_object_list(found, src=source, device=device)
     if found[0] and rank == 0 and source != 0:
         print(f"rank {source}'s machine has the newest snapshot, and sends it to all")
     return found[0], lock
 
 
-def tell_steps(found):
-    """How many steps each rank's snapshot has done, -1 without one. A refusal is all ranks'."""
-    steps = [None] * dist.get_world_size()
-    own = found if isinstance(found, str) else found["steps"] if found else -1
-    dist.all_gather_object(steps, own)
-    for refusal in steps:
-        if isinstance(refusal, str):
-            refuse(refusal)
-    return steps
+def steps_of(found):
+    """How many steps a snapshot has done; -1 of none, and of a line that says why there is none."""
+    return found["steps"] if isinstance(found, dict) else -1
 
 
 def newest_snapshot(folder, options, fallback=True):
     """The newest usable snapshot, None where there is none at all, or a line that says why not."""
-    for leftover in folder.glob("step-*.tmp"):  # of a process that was killed as it wrote
-        leftover.unlink()
     problems = []
     for path in reversed(snapshots_in(folder)):
         try:
@@ -760,6 +773,7 @@ def rebuild_buckets(ddp_model, device):
 # %% Main
 def train(args, stop_request, device, rank, world_size):
     train_set, test_set = load_data(args, say=print if rank == 0 else None)
+    check_data_agree(train_set, test_set)
     options = training_options(args, train_set)
     # The lock is held as long as the variable lives.
     snapshot, lock = find_snapshot(args, options, rank, device)

@@ -605,10 +605,17 @@ def accuracy(model, images, labels, batch_size):
      "--nproc-per-node, as torchrun reads launch_lines([2, 1], 'gpu-1', 23456), gave [2, 2], wanted [2, 1]"),
     ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("{address}", "localhost"), "wanted [node0, node0]"),
     ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("--node-rank", "--noderank"), "torchrun refuses it: "),
-    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("torchrun ", "python "), "it begins with python,"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("torchrun ", "python "), "it does not begin"),
     ("09_batch_file", SOLUTIONS["09_batch_file"].replace("#SBATCH --nodes", "# SBATCH --nodes"), "the linter, of"),
     ("09_batch_file", SOLUTIONS["09_batch_file"].replace("{cores // gpus}", "{cores}"),
      "--cpus-per-task, as Slurm reads batch_file(2, 8, 64, 4), gave 64, wanted 8"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("{port} scr", "{port} --standalone scr"),
+     "each line's --standalone, as torchrun reads launch_lines([1, 1], 'node0', 29500), gave [True, True]"),
+    ("09_launch_lines", SOLUTIONS["09_launch_lines"].replace("machines.py", "machines.py --master-port 5"),
+     "what follows the script, as torchrun reads launch_lines([1, 1], 'node0', 29500), gave [[--master-port, 5]"),
+    ("09_batch_file", SOLUTIONS["09_batch_file"].replace("+ COMMANDS", ""), "whether srun starts the script in batch"),
+    ("09_batch_file", SOLUTIONS["09_batch_file"].replace("--requeue", "--requeue\n#SBATCH --array=0-9"),
+     "--array, as Slurm reads batch_file(2, 8, 64, 4), gave 0-9, wanted none"),
     ("09_batch_file", SOLUTIONS["09_batch_file"].replace("B:USR1", "USR1"), "gave USR1@120, wanted B:USR1@120"),
 ]
 
@@ -623,8 +630,8 @@ CASES = {
     "07_local_loss": 4,
     "08_resume": 7,
     "08_share": 6,
-    "09_launch_lines": 18,
-    "09_batch_file": 24,
+    "09_launch_lines": 33,
+    "09_batch_file": 30,
     "00_ranks": 6,
     "00_workers": 4,
     "01_accuracy": 5,
@@ -693,6 +700,16 @@ def test_a_stub_is_told_what_is_wanted(stem, judge):
 @pytest.mark.parametrize("stem", SOLUTIONS)
 def test_a_solution_passes(stem, judge):
     assert judge(stem, STUBS[stem] + SOLUTIONS[stem]) == f"passed: {CASES[stem]} cases"
+
+
+@pytest.mark.parametrize("stem, old, new", [
+    ("09_launch_lines", "torchrun ", "OMP_NUM_THREADS=1 python -m torch.distributed.run "),
+    ("09_batch_file", "B:USR1", "B:SIGUSR1"),
+    ("09_batch_file", "{hours:02}", "{hours}"),
+])
+def test_another_spelling_passes(stem, old, new, judge):
+    assert old in SOLUTIONS[stem]
+    assert judge(stem, STUBS[stem] + SOLUTIONS[stem].replace(old, new)) == f"passed: {CASES[stem]} cases"
 
 
 @pytest.mark.parametrize("stem, body, expected", MISTAKES)

@@ -5,12 +5,14 @@ The ranks are forked, as in test_elastic.py. Real launchers and real machines ar
 
 import os
 import signal
+import socket
 import sys
 import time
 
 import pytest
 import torch
 from test_elastic import EXACT, Run, finished, running
+from test_scripts import finish, start
 
 from ddp_tutorial.paths import load_script
 
@@ -48,7 +50,7 @@ def learned(monkeypatch, environment):
 
 
 @pytest.mark.parametrize("environment, wanted", [
-    (TORCHRUN, [3, 4, 1, 2]),
+    (TORCHRUN | MASTER, [3, 4, 1, 2]),
     (MPIRUN | MASTER, [5, 6, 2, 3]),
     (SRUN | MASTER, [4, 5, 0, 1]),
     (SRUN | MASTER | TORCHRUN, [3, 4, 1, 2]),
@@ -75,9 +77,38 @@ def test_09_no_rank_is_refused(monkeypatch, capsys, environment, said):
     assert end.value.code == 2 and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text, counts", [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2),4(x1),1", [8, 8, 4, 1])])
+@pytest.mark.parametrize("text, counts", [("1", "1"), ("2(x3),1", "2221"), ("8(x2),4(x1),1", "8841"), ("junk", "")])
 def test_09_tasks_of_nodes(text, counts):
-    assert load_script("09").tasks_of_nodes(text) == counts
+    assert load_script("09").tasks_of_nodes(text) == {str(node): count for node, count in enumerate(counts)}
+
+
+@pytest.mark.parametrize("environment", [
+    TORCHRUN,
+    TORCHRUN | MASTER | {"RANK": "abc"},
+    TORCHRUN | MASTER | {"RANK": "4"},
+    TORCHRUN | MASTER | {"LOCAL_RANK": "2"},
+    TORCHRUN | MASTER | {"MASTER_PORT": "0"},
+    TORCHRUN | MASTER | {"MASTER_PORT": "65536"},
+    TORCHRUN | MASTER | {"MASTER_ADDR": ""},
+    MASTER | {"OMPI_COMM_WORLD_RANK": "0"},
+    MASTER | SRUN | {"SLURM_STEP_TASKS_PER_NODE": "junk"},
+    MASTER | SRUN | {"SLURM_NODEID": "3"},
+])
+def test_09_variables_that_do_not_fit_are_refused(monkeypatch, capsys, environment):
+    with pytest.raises(SystemExit) as end:
+        learned(monkeypatch, environment)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and "the launcher's variables do not fit together (RANK=" in err
+    assert err.count("\n") == 1
+
+
+def test_09_each_attempt_has_names_of_its_own_where_torchruns_keep_the_store(monkeypatch):
+    """Else they may not: torchruns can have counted the restarts differently."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    for number in ("08", "09"):
+        for shared, wanted in (("True", 2), ("False", 0)):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+            assert load_script(number).attempt() == wanted
 
 
 # ------------------------------------------------------------------------------------------------------- heartbeat
@@ -143,6 +174,18 @@ def slow_report(script):
         write(*arguments, **options)
 
     script.write_report = slowly
+
+
+def test_09_a_job_that_stood_still_goes_on(tmp_path):
+    """Suspended by the cluster, or with its whole computer: nobody was lost."""
+    run = running(2, tmp_path / "snapshots", "--limit", 1000, "--batch-size", 5, "--epochs", 3, "--heartbeat-timeout", 3,
+                  "--snapshot-every", 5, number="09")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in (0, 1):
+            run.kill(rank, number)
+        time.sleep(12 if number == signal.SIGSTOP else 0)
+    statuses, log = run.wait()
+    assert statuses == [0, 0], log
 
 
 def busy(script):
@@ -212,6 +255,23 @@ def test_09_goes_on_from_the_disk_that_has_the_newest_snapshot(tmp_path, whole, 
     assert ("rank 1's machine has the newest snapshot" in run.log.read_text()) == changed_places
 
 
+@pytest.mark.parametrize("moved, damaged, wanted", [
+    ([25], "disk 1/step-000000025.pt", 20), ([20, 25], "disk 0/step-000000010.pt", 25),
+], ids=["the newest is damaged", "rank 0's is damaged"])
+def test_09_a_damaged_snapshot_on_one_disk_is_passed_over(tmp_path, whole, moved, damaged, wanted):
+    run = Run(2, *EXACT, "--snapshot", tmp_path, "--snapshot-every", 10, "--stop-after", 25, change=own_machine,
+              number="09")
+    assert run.wait()[0] == [0, 0]
+    for step in moved:
+        (tmp_path / "disk 0" / f"step-{step:09}.pt").rename(tmp_path / "disk 1" / f"step-{step:09}.pt")
+    with open(tmp_path / damaged, "r+b") as file:
+        file.truncate(1000)
+    refused = Run(2, *EXACT, "--snapshot", tmp_path, "--no-fallback", change=own_machine, number="09")
+    assert refused.wait()[0] == [2, 2]
+    report = with_disks(tmp_path)
+    assert (report["resumed_after"], report["params_sha256"]) == (wanted, whole["params_sha256"])
+
+
 def test_09_a_refusal_on_one_disk_is_all_ranks(tmp_path):
     """The other machine's only snapshot is damaged: nobody goes on from another step than anybody else."""
     (tmp_path / "disk 1").mkdir()
@@ -229,6 +289,24 @@ def other_learning_rate(script):
         sys.argv += ["--lr", "0.1"]
 
 
+def other_data(script):
+    """As on a machine that could not download what the others have."""
+    load = script.load_data
+
+    def load_data(*arguments, **options):
+        train_set, test_set = load(*arguments, **options)
+        train_set.source = "mnist"
+        return train_set, test_set
+
+    if os.environ["RANK"] == "1":
+        script.load_data = load_data
+
+
+def only_rank_0_takes_snapshots(script):
+    if os.environ["RANK"] == "0":
+        sys.argv += ["--snapshot", os.environ["RUN_LOG"] + ".snapshots"]
+
+
 def other_torch(script):
     if os.environ["RANK"] == "2":
         script.torch.__version__ = "2.6.0"
@@ -236,11 +314,28 @@ def other_torch(script):
 
 @pytest.mark.parametrize("change, said", [
     (other_learning_rate, "rank 0 has --lr 0.05, but rank 1 --lr 0.1: give all of them the same"),
+    (only_rank_0_takes_snapshots,
+     "rank 0 has --snapshot given, but rank 1 --snapshot not given: give all of them the same"),
+    (other_data, "rank 0 has printed digits, 600 and 600 images, but rank 1 MNIST, 600 and 600 images: give all machines"
+                 " the same data"),
     (other_torch, f"rank 0 has PyTorch {torch.__version__}, but rank 2 PyTorch 2.6.0: give all of them the same"),
-], ids=["options", "version"])
+], ids=["options", "snapshots", "data", "version"])
 def test_09_ranks_that_differ_are_refused_by_all(tmp_path, change, said):
     statuses, log = Run(3, *EXACT, change=change, number="09").wait()
     assert statuses == [2, 2, 2] and log.count(said) == 3
+
+
+@pytest.mark.parametrize("rank, said", [
+    (0, "another program uses port {port} on this machine: choose another MASTER_PORT"),
+    (1, "not all 2 ranks came to 127.0.0.1:{port} within 1 s: to find out why, run python -m ddp_tutorial"),
+])
+def test_09_a_port_that_something_else_uses(rank, said):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # which never answers
+        port = server.getsockname()[1]
+        process = start("09", "--join-timeout", 1, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        _, err = finish(process, status=2, limit=40)
+    assert err.count("\n") == 1 and said.format(port=port) in err
 
 
 def nobody_else(script):
