@@ -178,8 +178,8 @@ def slow_report(script):
 
 def test_09_a_job_that_stood_still_goes_on(tmp_path):
     """Suspended by the cluster, or with its whole computer: nobody was lost."""
-    run = running(2, tmp_path / "snapshots", "--limit", 1000, "--batch-size", 5, "--epochs", 3, "--heartbeat-timeout", 3,
-                  "--snapshot-every", 5, number="09")
+    run = running(2, tmp_path / "snapshots", "--limit", 1000, "--batch-size", 5, "--epochs", 3, "--snapshot-every", 5,
+                  "--heartbeat-timeout", 3, number="09")
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in (0, 1):
             run.kill(rank, number)
@@ -316,8 +316,8 @@ def other_torch(script):
     (other_learning_rate, "rank 0 has --lr 0.05, but rank 1 --lr 0.1: give all of them the same"),
     (only_rank_0_takes_snapshots,
      "rank 0 has --snapshot given, but rank 1 --snapshot not given: give all of them the same"),
-    (other_data, "rank 0 has printed digits, 600 and 600 images, but rank 1 MNIST, 600 and 600 images: give all machines"
-                 " the same data"),
+    (other_data, "rank 0 has printed digits, 600 and 600 images, but rank 1 MNIST, 600 and 600 images: give all"
+                 " machines the same data"),
     (other_torch, f"rank 0 has PyTorch {torch.__version__}, but rank 2 PyTorch 2.6.0: give all of them the same"),
 ], ids=["options", "snapshots", "data", "version"])
 def test_09_ranks_that_differ_are_refused_by_all(tmp_path, change, said):
@@ -332,8 +332,8 @@ def test_09_ranks_that_differ_are_refused_by_all(tmp_path, change, said):
 def test_09_a_port_that_something_else_uses(rank, said):
     with socket.create_server(("127.0.0.1", 0)) as server:  # which never answers
         port = server.getsockname()[1]
-        process = start("09", "--join-timeout", 1, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
-                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        process = start("09", "--join-timeout", 1, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0",
+                        LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         _, err = finish(process, status=2, limit=40)
     assert err.count("\n") == 1 and said.format(port=port) in err
 
