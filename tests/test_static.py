@@ -223,11 +223,12 @@ def test_series_is_complete():
     assert series_problems(ROOT) == []
 
 
-SHOWN = [  # (notebook, cell, text of its output): failures that a lesson is about, which nbval does not compare
+SHOWN = [  # (notebook, cell, text of its output): what a lesson is about, and must not be lost when outputs are remade
     ("02_ddp_spawn", "launch-unequal", "machine 0 has --nproc 1, but machine 1 --nproc 2"),
     ("02_ddp_spawn", "launch-failure", "ZeroDivisionError: division by zero"),
     ("03_torchrun", "launch-killed", "killed after epoch 1, on purpose"),
     ("03_torchrun", "launch-failure-recorded", "RuntimeError: the disk is full"),
+    ("07_evaluation_and_batchnorm", "launch-gradients", "3 and 2, global_mean: the gradient is off by less than 1e-12"),
     ("07_evaluation_and_batchnorm", "launch-alone", "[rank 1] through the wrapper: failed, no answer"),
     ("09_many_machines", "launch-wrong-name", "nodex does not resolve to an address"),
     ("09_many_machines", "launch-cut", "[rank 0] lost rank 1 on node1: not heard of for 5 s"),
@@ -235,7 +236,7 @@ SHOWN = [  # (notebook, cell, text of its output): failures that a lesson is abo
 
 
 @pytest.mark.parametrize(("stem", "cell_id", "text"), SHOWN, ids=lambda value: value[:30])
-def test_lessons_on_failure_show_it(stem, cell_id, text):
+def test_lessons_show_what_they_are_about(stem, cell_id, text):
     (cell,) = (cell for cell in read(ROOT / "notebooks" / f"{stem}.ipynb").cells if cell.id == cell_id)
     assert text in stream(cell, "stdout")
 
