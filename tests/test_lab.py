@@ -295,6 +295,7 @@ def test_what_does_not_exist_is_refused(two, capsys):
     in_lab = ("--name", two)
     assert refusal(capsys, "cut", "2", *in_lab) == f"there is no machine 2: lab {two} has machines 0 to 1"
     assert refusal(capsys, "exec", "-1", *in_lab, "--", "ls").startswith("there is no machine -1")
+    assert refusal(capsys, "cut", "1", *in_lab, "--patience", "nan").startswith("--patience nan is no number")
     assert refusal(capsys, "exec", "0", *in_lab, "--", "no-such-command") == "there is no command no-such-command"
 
 

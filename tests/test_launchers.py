@@ -204,6 +204,15 @@ def test_09_bad_options_of_the_preflight_are_one_line(words, said):
     assert finish(start(PYTHON, "-m", "ddp_tutorial", *words), status=2)[1].endswith(f": {said}\n")
 
 
+@pytest.mark.parametrize("host, seen", [
+    ("0.0.0.0", "0.0.0.0 is no machine's address"),
+    ("a..b", "a..b does not resolve to an address"),
+])
+def test_09_what_is_no_host_is_said_at_once(host, seen):
+    out, err = finish(start(PYTHON, "-m", "ddp_tutorial", "--rendezvous", f"{host}:29500"), status=1)
+    assert err == "" and out.startswith(f"name        {seen}\nnot ready: give ")
+
+
 def test_09_machines_that_can_train_together(three):
     found = check(three, [preflight(number, "--nodes", 3) for number in range(3)])
     for number, (status, lines) in enumerate(found):

@@ -62,6 +62,8 @@ MISTAKES = {
                   f"{NODES}srun python -m torch.distributed.run \\\n  --nproc-per-node 8 train.py"),
     "no srun": (f"{NODES}{TORCHRUN}", 5, "this runs on the first node only", f"{NODES}srun {TORCHRUN}"),
     "no srun, env": ("#SBATCH -N 2\nX=1 torchrun a.py &", 3, "this runs on the first node", "X=1 torchrun a.py &"),
+    "no srun, by another program": ("#SBATCH -N 2\nenv X=1 torchrun a.py", 3, "this runs on the first node",
+                                    "srun env X=1 torchrun a.py"),
     "too early": (f"{NODES}srun {TORCHRUN} --node-rank $SLURM_NODEID", 5, "the batch shell fills in $SLURM_NODEID",
                   f"{NODES}srun bash -c '{TORCHRUN} --node-rank $SLURM_NODEID'"),
     "too early, quoted": (f'{NODES}srun bash -c "{TORCHRUN} --node-rank $SLURM_NODEID"', 5, "in single quotes",
