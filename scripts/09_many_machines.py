@@ -214,12 +214,10 @@ class Heartbeat:
             while not self.ended.wait(1):
                 beats += 1
                 self.store.set(f"beat {self.rank}", str(beats))
-                values = self.store.multi_get([f"beat {rank}" for rank in watched])
-                if time.monotonic() - self.answered_at > self.patience:
-                    self.last_beats = {}  # this process stood still itself, with the others maybe
-                self.answered_at = time.monotonic()
-                missing = [name for name, rank, value in zip(names, watched, values)
-                           if self.is_missing(rank, value)]
+                missing = self.missing(watched, names)
+                if missing and self.rank == 0:
+                    time.sleep(2)  # others of its machine were heard of a moment later
+                    missing = self.missing(watched, names)
                 if missing and self.rank == 0:
                     self.store.set("missing", ", ".join(missing))
                     time.sleep(3)  # for the others to read it: this process may be the store
@@ -230,6 +228,15 @@ class Heartbeat:
             self.store.set(f"beat {self.rank}", "left")
         except RuntimeError:
             self.ended.wait()  # the store does not answer: see watch
+
+    def missing(self, watched, names):
+        """The names of the watched ranks that have not been heard of for too long."""
+        values = self.store.multi_get([f"beat {rank}" for rank in watched])
+        if time.monotonic() - self.answered_at > self.patience:
+            self.last_beats = {}  # this process stood still itself, with the others maybe
+        self.answered_at = time.monotonic()
+        return [name for name, rank, value in zip(names, watched, values)
+                if self.is_missing(rank, value)]
 
     def is_missing(self, rank, value):
         said, since = self.last_beats.get(rank, (None, None))
