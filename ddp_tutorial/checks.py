@@ -539,26 +539,27 @@ def resume_cases(function):
 
 
 def launch_line_cases(function):
-    wanted_of = {
-        "--nnodes": lambda processes, address, port: [str(len(processes))] * len(processes),
-        "--node-rank": lambda processes, address, port: list(range(len(processes))),
-        "--nproc-per-node": lambda processes, address, port: [str(count) for count in processes],
-        "--master-addr": lambda processes, address, port: [address] * len(processes),
-        "--master-port": lambda processes, address, port: [port] * len(processes),
-        "training_script": lambda processes, address, port: ["scripts/09_many_machines.py"] * len(processes),
-        # What would make torchrun do something else all the same.
-        "training_script_args": lambda processes, address, port: [[]] * len(processes),
-        "--standalone": lambda processes, address, port: [False] * len(processes),
-        "--module": lambda processes, address, port: [False] * len(processes),
-        "--rdzv-backend": lambda processes, address, port: ["static"] * len(processes),
-        "--rdzv-endpoint": lambda processes, address, port: [""] * len(processes),
-    }
     names = {"training_script": "the script", "training_script_args": "what follows the script"}
     for cluster in (([1, 1], "node0", 29500), ([8, 8, 8], "10.0.0.7", 29400), ([2, 1], "gpu-1", 23456)):
-        for option, wanted in wanted_of.items():
+        processes, address, port = cluster
+        nodes = len(processes)
+        for option, wanted in {
+            "--nnodes": [str(nodes)] * nodes,
+            "--node-rank": list(range(nodes)),
+            "--nproc-per-node": [str(count) for count in processes],
+            "--master-addr": [address] * nodes,
+            "--master-port": [port] * nodes,
+            "training_script": ["scripts/09_many_machines.py"] * nodes,
+            # What would make torchrun do something else all the same.
+            "training_script_args": [[]] * nodes,
+            "--standalone": [False] * nodes,
+            "--module": [False] * nodes,
+            "--rdzv-backend": ["static"] * nodes,
+            "--rdzv-endpoint": [""] * nodes,
+        }.items():
             what = names.get(option, f"each line's {option}")
             call = f"{what}, as torchrun reads launch_lines{cluster!r},"
-            yield call, partial(read_launch_lines, function, cluster, option), wanted(*cluster)
+            yield call, partial(read_launch_lines, function, cluster, option), wanted
 
 
 def read_launch_lines(function, cluster, option):

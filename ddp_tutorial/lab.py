@@ -31,6 +31,7 @@ import zlib
 from pathlib import Path
 
 from ddp_tutorial.paths import build_dir, project_root
+from ddp_tutorial.supervisor import live_processes
 
 RUN, ETC_NETNS, NETNS = Path("/run"), Path("/etc/netns"), Path("/var/run/netns")  # the last two are iproute2's
 LINUX = sys.platform.startswith("linux")
@@ -454,9 +455,8 @@ def _mark(lab, number):
 
 def _marked(lab, number):
     """The ids of the processes that `exec` started on this machine, and of their descendants."""
-    mark = _mark(lab, number)
     parents, found = {}, set()
-    for pid, parent, marked in _linux_processes(mark) if LINUX else _other_processes(mark):
+    for pid, parent, marked in live_processes(_mark(lab, number)):
         parents[pid] = parent
         if marked:
             found.add(pid)
@@ -467,29 +467,6 @@ def _marked(lab, number):
         if line[-1] in found:
             found.update(line)
     return found - {os.getpid()}
-
-
-def _linux_processes(mark):
-    """Yields (process id, that of its parent, whether it has the mark) for all that live."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            state, parent = Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()[:2]
-            marked = f"{mark}\0".encode() in Path("/proc", pid, "environ").read_bytes() + b"\0"
-        except PermissionError:  # somebody else's
-            marked = False
-        except OSError:  # it has ended meanwhile
-            continue
-        if state not in b"ZX":  # dead, only not waited for yet
-            yield int(pid), int(parent), marked
-
-
-def _other_processes(mark):
-    words = ["ps", "-axEww", "-o", "pid=,ppid=,stat=,command="]  # with -E, the command is followed by its environment
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    for line in done.stdout.decode(errors="replace").splitlines():
-        fields = line.split(None, 3)
-        if len(fields) == 4 and not fields[2].startswith("Z"):
-            yield int(fields[0]), int(fields[1]), mark in fields[3].split()
 
 
 # ------------------------------------------------------------------------------------------------- what is known

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -191,28 +192,37 @@ def port_facts():
 
 
 def host_name_facts(limit=5.0):
-    outcome = []
-
     def ask():
         start = time.monotonic()
-        try:
-            socket.getaddrinfo(socket.gethostname(), None)
-            socket.getfqdn()  # torchrun asks for it too
-            outcome.append(time.monotonic() - start)
-        except Exception as error:
-            outcome.append(f"does not resolve ({last_line(error)})")
+        socket.getaddrinfo(socket.gethostname(), None)
+        socket.getfqdn()  # torchrun asks for it too
+        return time.monotonic() - start
 
-    # A thread that can be left behind: a resolver that waits for a distant server cannot be interrupted.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(limit)
-    seen = outcome[0] if outcome else f"did not resolve within {limit:g} s"
-    if isinstance(seen, float):
-        if seen <= 2:
-            return f"resolves in {seen:.2f} s"
-        seen = f"resolves only after {seen:.1f} s"
+    try:
+        took = in_time(limit, ask)
+        if took is not None and took <= 2:
+            return f"resolves in {took:.2f} s"
+        seen = f"did not resolve within {limit:g} s" if took is None else f"resolves only after {took:.1f} s"
+    except Exception as error:
+        seen = f"does not resolve ({last_line(error)})"
     before = "; before you use torchrun in a terminal:"
     return "\n".join([seen + before, *(" " * 12 + line for line in TERMINAL_LINES)])
+
+
+def in_time(limit, function):
+    """What `function()` returns, None where it is not done within `limit` seconds. Raises what it raises."""
+    outcome = Future()
+
+    def run():
+        try:
+            outcome.set_result(function())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    # A thread that can be left behind: a resolver that waits for a distant server cannot be interrupted.
+    threading.Thread(target=run, daemon=True).start()
+    wait([outcome], limit)
+    return outcome.result() if outcome.done() else None
 
 
 # ------------------------------------------------------------------------------------------------------ an all-reduce

@@ -18,12 +18,13 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from ddp_tutorial.paths import project_root
-from ddp_tutorial.preflight import Findings, NotReady, last_line, stderr_into
+from ddp_tutorial.preflight import Findings, NotReady, in_time, last_line, stderr_into
 
 # torchrun's c10d rendezvous takes a machine for dead whose last sign of life is older than this by their clocks.
 KEEP_ALIVE = 15  # seconds
@@ -97,8 +98,7 @@ class Meeting:
                                f"join {self.host}'s network, or give an address of it that this machine reaches"
                                ) from None
             self.own_address = probe.getsockname()[0]
-        self.interface = interface_of(self.own_address)
-        return f"from {self.own_address}, interface {self.interface}"
+        return f"from {self.own_address}, interface {interface_of(self.own_address)}"
 
     def port_facts(self):
         error = dist_error()  # imports PyTorch, so that nothing slow stands between the next two lines
@@ -286,20 +286,11 @@ def dist_error():
 
 def resolve(host, limit=10.0):
     """The address that `host` resolves to, IPv4 where there is one; None if there is none within `limit` seconds."""
-    found = []
-
-    def ask():
-        try:
-            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # UnicodeError: a part that is empty, or too long
-            return
-        found.extend(info[4][0] for info in sorted(infos, key=lambda info: info[0] != socket.AF_INET))
-
-    # A thread that can be left behind: a resolver that waits for a distant server cannot be interrupted.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(limit)
-    return found[0] if found else None
+    try:
+        infos = in_time(limit, partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)) or []
+    except (OSError, UnicodeError):  # UnicodeError: a part that is empty, or too long
+        return None
+    return next((info[4][0] for info in sorted(infos, key=lambda info: info[0] != socket.AF_INET)), None)
 
 
 def family(address):

@@ -29,7 +29,7 @@ LINUX = sys.platform.startswith("linux")
 def family(mark, ancestor=None):
     """The ids of live processes that carry `mark` in their environment or descend from the process `ancestor`."""
     parents, found = {}, set()
-    for pid, parent, marked in _linux_processes(mark) if LINUX else _other_processes(mark):
+    for pid, parent, marked in live_processes(f"{MARK}={mark}"):
         parents[pid] = parent
         if marked:
             found.add(pid)
@@ -55,8 +55,13 @@ def kill_family(mark, ancestor=None, patience=5.0):
     return pids
 
 
-def _linux_processes(mark):
-    wanted = f"{MARK}={mark}\0".encode()
+def live_processes(entry):
+    """Yields (process id, its parent's, whether `entry`, NAME=value, is in its environment) for all that live."""
+    return _linux_processes(entry) if LINUX else _other_processes(entry)
+
+
+def _linux_processes(entry):
+    wanted = f"{entry}\0".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -73,13 +78,13 @@ def _linux_processes(mark):
         yield int(pid), int(parent), marked
 
 
-def _other_processes(mark):
+def _other_processes(entry):
     ps = subprocess.Popen(["ps", "-axEww", "-o", "pid=,ppid=,stat=,command="], stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for line in ps.communicate()[0].decode(errors="replace").splitlines():
         fields = line.split(None, 3)  # with -E, the command is followed by its environment
         if len(fields) == 4 and not fields[2].startswith("Z") and int(fields[0]) != ps.pid:
-            yield int(fields[0]), int(fields[1]), f"{MARK}={mark}" in fields[3]
+            yield int(fields[0]), int(fields[1]), entry in fields[3].split()
 
 
 def _send(pid, number):

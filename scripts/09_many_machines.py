@@ -200,10 +200,9 @@ class Heartbeat:
         self.last_beats = {}  # by rank: what it said, and when that was news
         self.answered_at = time.monotonic()
         self.ended = threading.Event()
-        self.threads = [
-            threading.Thread(target=target, daemon=True) for target in (self.beat, self.watch)]
-        for thread in self.threads:
-            thread.start()
+        self.beating = threading.Thread(target=self.beat, daemon=True)
+        self.beating.start()
+        threading.Thread(target=self.watch, daemon=True).start()
 
     def beat(self):
         """The thread that talks with the store, which may be gone."""
@@ -269,7 +268,7 @@ class Heartbeat:
 
     def end(self):
         self.ended.set()
-        self.threads[0].join(self.patience)
+        self.beating.join(self.patience)
 
 
 # %% Stop requests

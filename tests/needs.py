@@ -2,10 +2,11 @@
 
 import os
 import shutil
-import subprocess
 from functools import cache
 
 import pytest
+
+from ddp_tutorial import lab
 
 
 def need(what):
@@ -22,12 +23,13 @@ def need(what):
 
 @cache
 def _missing_for_namespaces():
-    if os.name != "posix" or os.geteuid() != 0:
-        return "network namespaces need root"
-    if not shutil.which("ip"):
-        return "network namespaces need ip (Debian's package iproute2)"
-    done = subprocess.run(["unshare", "--net", "true"], stderr=subprocess.PIPE, text=True)
-    return f"this machine makes no network namespaces ({done.stderr.strip()})" if done.returncode else ""
+    name = f"need{os.getpid()}"
+    try:
+        lab.up(machines=1, name=name, say=str)
+    except lab.NoNamespaces as reason:
+        return str(reason)
+    lab.down(name, say=str)
+    return ""
 
 
 @cache

@@ -6,7 +6,6 @@ record that notebook 09 shows.
 
 import json
 import re
-import secrets
 import sys
 import time
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from needs import need
+from test_lab import new_name, quiet
 from test_scripts import ROOT, TORCHRUN, finish, script, start
 
 from ddp_tutorial import lab
@@ -25,14 +25,10 @@ STATIC = ["--master-addr", "node0", "--master-port", 29500]
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "a_name"]
 
 
-def quiet(line):
-    """For `say`."""
-
-
 @contextmanager
 def machines(count, **options):
     """The name of a laboratory of so many machines."""
-    name = f"t{secrets.token_hex(4)}"
+    name = new_name()
     lab.up(count, name=name, say=quiet, **options)
     try:
         yield name
