@@ -542,7 +542,8 @@ class _Findings:
     def __init__(self):
         self.tracebacks, self.open, self.count = [], {}, 0
         self.attempts = {}  # by command
-        self.spawned = self.usage = self.root_rank = self.root_status = None
+        self.usage = {}  # by command: the line in which it refused
+        self.spawned = self.root_rank = self.root_status = None
         self.at_root = False
         self.last_lines = {}  # by command
 
@@ -594,7 +595,7 @@ class _Findings:
         if match := re.match(r"-- Process (\d+) terminated with the following error", line):
             self.spawned = match[1]
         elif match := re.match(r"(?:\[[^]]*\]:? ?)?(?:\S+: error: .+|\d\d_\w+\.py: .+)", line):
-            self.usage = self.usage or line
+            self.usage.setdefault(command, line)
         elif "failed (exitcode: " in line:  # torchrun goes on where it may restart them: the last attempt counts
             self.attempts[command] = self.attempts.get(command, 0) + 1
         elif line.startswith("Root Cause (first observed failure)"):
@@ -614,8 +615,8 @@ class _Findings:
         return self.count - traceback.end
 
     def reason(self, command):
-        if self.usage:
-            return self.usage
+        if self.usage:  # its own refusal, else another command's, which it suffers from
+            return self.usage.get(command) or next(iter(self.usage.values()))
         found = self.first()
         if found:
             rank = f" (rank {found.rank})" if found.rank is not None else ""

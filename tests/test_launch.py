@@ -436,6 +436,15 @@ def test_the_reason_is_the_best_that_there_is(text, reason):
     assert findings(text).reason(1) == reason
 
 
+def test_a_command_that_refuses_is_blamed_for_its_own_words():
+    found = findings("")
+    found.take(2, "09_many_machines.py: [rank 1] lost the store")
+    assert found.reason(1) == "09_many_machines.py: [rank 1] lost the store", "else what made it fail"
+    found.take(1, "09_many_machines.py: [rank 0] lost rank 1")
+    assert found.reason(1) == "09_many_machines.py: [rank 0] lost rank 1"
+    assert found.reason(2) == "09_many_machines.py: [rank 1] lost the store"
+
+
 @pytest.mark.parametrize("before, after", [(0, 2000), (2000, 0), (0, 11)])
 def test_a_buried_traceback_is_shown_last(project, capsys, before, after):
     (project / "scripts/buried.py").write_text(textwrap.dedent(f"""
