@@ -72,20 +72,17 @@ def articles_recipe(threads, images, batch_size=100, warm_up=10):
     return (images - warm_up * batch_size) / (time.perf_counter() - start)
 
 
-def script(name, *options, processes=1, cores=None):
-    """The report of a script's run, on the first `cores` cores."""
+def script(name, *options, processes=1, core=None):
+    """The report of a script's run. `core`: the number of one to run it on, or "rank" for a core for each process."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable]
         if name[:2] >= "03":
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if core is not None:
+            launcher += ["benchmarks/on_core.py", str(core)]
         command = [*launcher, f"scripts/{name}.py", "--device", "cpu", "--json", f"{folder}/report.json", *options]
-        before = os.sched_getaffinity(0)
-        try:
-            os.sched_setaffinity(0, sorted(before)[: cores or len(before)])
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                           env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1"})
-        finally:
-            os.sched_setaffinity(0, before)
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                       env=os.environ | {"PET_LOCAL_ADDR": "127.0.0.1"})
         return json.loads(Path(f"{folder}/report.json").read_text())
 
 
@@ -146,8 +143,8 @@ def scaling(pairs, limit):
     for batch_size in (100, 400):
         images = min(60000, limit * batch_size // 100)  # as many steps, whatever the batch
         options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(images)]
-        one = partial(images_per_second, "01_single_device", *options, cores=1)
-        two = partial(images_per_second, "03_torchrun", *options, processes=2)
+        one = partial(images_per_second, "01_single_device", *options, core=0)
+        two = partial(images_per_second, "03_torchrun", *options, processes=2, core="rank")
         compare(f"two processes to twice one process, batch {batch_size}", two, one, pairs, scale=0.5)
         # What the two cores give without any communication.
         apart = partial(independent, options)
@@ -158,12 +155,13 @@ def scaling(pairs, limit):
 def independent(options):
     """images/s of two processes that know nothing of each other, together."""
     with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(lambda _: images_per_second("01_single_device", *options), range(2)))
+        return sum(pool.map(lambda core: images_per_second("01_single_device", *options, core=core), range(2)))
 
 
 def where_the_time_goes():
     """A step with and without communication, and the step's collectives alone."""
-    print(on_two_processes("benchmarks/collectives.py", stdout=subprocess.PIPE).stdout)
+    done = on_two_processes("benchmarks/on_core.py", "rank", "benchmarks/collectives.py", stdout=subprocess.PIPE)
+    print(done.stdout)
 
 
 def on_two_processes(*words, **options):

@@ -1,6 +1,7 @@
 """The small parts that the scripts share: threads, device, speed, model, learning rate."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -62,6 +63,22 @@ def test_threads_set_by_torchrun_do_not_count_as_the_users(users, wanted):
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", agent], env=clean | users, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(wanted)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_step_gets_the_memory_that_the_last_one_freed(kept):
+    """In a process of its own: PyTorch's threads and other tests have page faults, too."""
+    code = ("import resource, torch; from ddp_tutorial.device import set_threads\n"
+            f"if {kept}: set_threads(1, say=None)\n"
+            "faults = []\n"
+            "for _ in range(40):\n"
+            "    torch.ones(10_000_000)\n"  # 40 MB, which glibc gives back at once
+            "    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+            "print(faults[-1] - faults[20])")  # the first few tensors find no hole large enough
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # With transparent huge pages there are fewer than one for every 4 KiB, but still some.
+    assert (int(done.stdout) < 5) == kept, f"{done.stdout.strip()} page faults in 19 steps"
 
 
 @pytest.mark.parametrize(("gpus", "processes", "wanted", "line"), [
