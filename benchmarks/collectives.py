@@ -15,11 +15,10 @@ from ddp_tutorial.model import ConvNet
 COLLECTIVES = 300
 ROUNDS = 20
 WARM_UP = 3
-POLICIES = {"as a batch job": os.SCHED_BATCH, "as usual": os.SCHED_OTHER}  # see on_core.py
 
 
 def schedule(policy):
-    """Give all threads of this process a scheduling policy."""
+    """Give all threads of this process a scheduling policy. What it does to Gloo's is told in on_core.py."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), policy, os.sched_param(0))
 
@@ -93,7 +92,7 @@ def main():
                 say(f"  {times.amax(dim=0).mean():6.1f} ms if after each step both waited for the slower")
     gradients = torch.zeros(sum(parameter.numel() for parameter in ConvNet().parameters()))
     say(f"an all-reduce of {len(gradients):,} gradients alone:")
-    for name, policy in POLICIES.items():
+    for name, policy in (("as a batch job", os.SCHED_BATCH), ("as usual", os.SCHED_OTHER)):
         schedule(policy)
         times = all_reduce_times(gradients)
         say(f"  {times.median():6.2f} ms {name}, and one in ten over {times.quantile(0.9):.2f} ms")
