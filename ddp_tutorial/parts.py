@@ -305,7 +305,9 @@ class _Diff:
                   " ": "opacity: 0.75", "=": "font-weight: bold"}
         rows = "".join(f'<div style="{styles[kind]}">{html.escape(line) or "&nbsp;"}</div>'
                        for kind, line in self.lines)
-        return f'<pre style="line-height: 1.35; overflow-x: auto">{rows}</pre>'
+        # Jupyter gives a <pre> in HTML output the text's own, proportional font.
+        style = "font-family: var(--jp-code-font-family, monospace); line-height: 1.35; overflow-x: auto"
+        return f'<pre style="{style}">{rows}</pre>'
 
 
 def _diff_lines(step, context=2):

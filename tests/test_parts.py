@@ -333,6 +333,7 @@ def test_the_diff_of_a_step_is_made_from_the_files(project, shell, monkeypatch):
     data, _ = shell.display_formatter.format(shown[0])
     assert data["text/plain"] == expected
     assert "+y = &#x27;&lt;b&gt;&#x27;</div>" in data["text/html"]
+    assert data["text/html"].startswith('<pre style="font-family: var(--jp-code-font-family, monospace);')
 
 
 def test_the_diff_shows_what_went_and_skips_what_is_far(project):
