@@ -23,6 +23,13 @@ class RankFailed(Exception):
         self.rank, self.frames = rank, frames
 
 
+def forking_context():
+    """A multiprocessing context whose processes are forked from one that has imported PyTorch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddp_tutorial.preload"])
+    return context
+
+
 def run_on_ranks(world_size, target, *arguments, seconds=20.0):
     """Call ``target(*arguments)`` in `world_size` processes that have joined one process group.
 
@@ -32,8 +39,7 @@ def run_on_ranks(world_size, target, *arguments, seconds=20.0):
     Returns what each rank returned, in rank order; it must be picklable. Raises RankFailed for the first rank that
     fails. No process is left, whatever happens.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
+    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         try:

@@ -18,6 +18,7 @@ import torch
 
 from ddp_tutorial.machines import free_port
 from ddp_tutorial.model import ConvNet
+from ddp_tutorial.ranks import forking_context
 from ddp_tutorial.report import params_sha256
 
 ROOT = Path(__file__).parents[1]
@@ -296,11 +297,9 @@ def test_03_a_restarted_worker_does_not_call_the_dead(monkeypatch):
     Which of two ranks calls the other depends on their port numbers: it takes several attempts to see it go wrong.
     """
     from datetime import timedelta
-    from multiprocessing import get_context
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
+    context = forking_context()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60),
                                        wait_for_workers=False)
     for attempt in range(7):
