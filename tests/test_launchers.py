@@ -12,15 +12,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from forked_ranks import OPTIONS
 from needs import need
 from test_lab import new_name, quiet
-from test_scripts import ROOT, TORCHRUN, finish, script, start
+from test_scripts import ROOT, finish, forked, script, start
 
 from ddp_tutorial import lab
 from ddp_tutorial.machines import free_port
 
 PYTHON = sys.executable
-OPTIONS = ["--data", "printed", "--device", "cpu", "--threads", 1, "--limit", 300, "--batch-size", 25, "--lr", 0.02]
+TRAINING = [*OPTIONS, "--limit", 300, "--batch-size", 25, "--lr", 0.02]
 STATIC = ["--master-addr", "node0", "--master-port", 29500]
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "a_name"]
 
@@ -65,13 +66,13 @@ def report(path):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """For each number of processes, what torchrun on one machine makes of script 03."""
+    """For each number of ranks, what script 03 makes on one machine."""
     made = {}
 
     def of(processes):
         if processes not in made:
             path = tmp_path_factory.mktemp("reference") / "report.json"
-            finish(start(*TORCHRUN, processes, script("03"), *OPTIONS, "--json", path))
+            forked("03", processes, *TRAINING, "--json", path)
             made[processes] = report(path)
         return made[processes]
 
@@ -89,20 +90,20 @@ def assert_same(made, wanted):
 
 def test_09_torchrun_static_and_a_script_that_knows_nothing_of_machines(three, reference, tmp_path):
     path = tmp_path / "report.json"
-    train(three, [torchrun("--nnodes", 2, "--node-rank", number, *STATIC, script("03"), *OPTIONS, "--json", path)
+    train(three, [torchrun("--nnodes", 2, "--node-rank", number, *STATIC, script("03"), *TRAINING, "--json", path)
                   for number in (0, 1)])
     assert_same(report(path), reference(2))
 
 
 def test_09_torchrun_c10d(three, reference, tmp_path):
     path = tmp_path / "report.json"
-    train(three, [torchrun("--nnodes", 2, *C10D, script("09"), *OPTIONS, "--json", path)] * 2)
+    train(three, [torchrun("--nnodes", 2, *C10D, script("09"), *TRAINING, "--json", path)] * 2)
     assert_same(report(path), reference(2))
 
 
 def test_09_spawn(three, reference, tmp_path):
     path = tmp_path / "report.json"
-    train(three, [[PYTHON, script("02"), "--nodes", 2, "--node-rank", number, "--nproc", 1, *STATIC, *OPTIONS,
+    train(three, [[PYTHON, script("02"), "--nodes", 2, "--node-rank", number, "--nproc", 1, *STATIC, *TRAINING,
                    "--json", path] for number in (0, 1)])
     assert_same(report(path), reference(2))
 
@@ -115,7 +116,7 @@ def test_09_c10d_where_no_machine_recognises_itself(reference, tmp_path):
         endpoint = f"{lab.address(0, name)}:29500"
         train(name, [["env", "GLOO_SOCKET_IFNAME=eth0",
                       *torchrun("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x",
-                                "--rdzv-conf", f"is_host={1 - number}", script("09"), *OPTIONS, "--json", path)]
+                                "--rdzv-conf", f"is_host={1 - number}", script("09"), *TRAINING, "--json", path)]
                      for number in (0, 1)])
     assert_same(report(path), reference(2))
 
@@ -130,7 +131,7 @@ def mpirun_of(*programs):
 def test_09_mpirun(reference, tmp_path):
     need("mpirun")
     path = tmp_path / "report.json"
-    train = [PYTHON, script("09"), *OPTIONS, "--json", path]
+    train = [PYTHON, script("09"), *TRAINING, "--json", path]
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     finish(start(*mpirun_of(train, train), **master))
     assert_same(report(path), reference(2))
@@ -139,7 +140,7 @@ def test_09_mpirun(reference, tmp_path):
 def test_09_mpirun_on_two_machines(three, reference, tmp_path):
     need("mpirun")
     path = tmp_path / "report.json"
-    train = [PYTHON, script("09"), *OPTIONS, "--json", path]
+    train = [PYTHON, script("09"), *TRAINING, "--json", path]
     on_each = [["-x", "MASTER_ADDR=node0", "-x", "MASTER_PORT=29500", *lab.exec_command(number, train, three)]
                for number in (0, 1)]
     finish(start(*mpirun_of(*on_each)))
@@ -149,7 +150,7 @@ def test_09_mpirun_on_two_machines(three, reference, tmp_path):
 def test_09_three_machines_with_unequal_numbers_of_processes(three, reference, tmp_path):
     path = tmp_path / "report.json"
     said = train(three, [torchrun("--nnodes", 3, "--node-rank", number, "--nproc-per-node", count, *STATIC,
-                                  script("09"), *OPTIONS, "--json", path) for number, count in enumerate((2, 1, 1))])
+                                  script("09"), *TRAINING, "--json", path) for number, count in enumerate((2, 1, 1))])
     assert_same(report(path), reference(4))
     assert "global batch: 4 processes x 25 = 100" in said[0] and "global batch" not in said[1] + said[2]
 
@@ -159,7 +160,7 @@ def test_09_torch_distributed_launch_still_starts_it(three, reference, tmp_path)
     path = tmp_path / "report.json"
     old = [PYTHON, "-W", "ignore", "-m", "torch.distributed.launch", "--use_env", "--nproc_per_node=1", "--nnodes=2",
            "--master_addr=node0", "--master_port=29500"]
-    train(three, [[*old, f"--node_rank={number}", script("03"), *OPTIONS, "--json", path] for number in (0, 1)])
+    train(three, [[*old, f"--node_rank={number}", script("03"), *TRAINING, "--json", path] for number in (0, 1)])
     assert_same(report(path), reference(2))
 
 
@@ -353,7 +354,7 @@ def test_09_a_machine_falls_off_the_network(tmp_path):
     logs = [tmp_path / f"{number}.txt" for number in (0, 1)]
     folder, begin, timeline = tmp_path / "snapshots", None, []
     command = torchrun("--nnodes", "1:2", "--max-restarts", 1, *C10D, "--rdzv-conf",
-                       "last_call_timeout=2,read_timeout=10", script("09"), *OPTIONS, "--limit", 6000, "--epochs", 3,
+                       "last_call_timeout=2,read_timeout=10", script("09"), *TRAINING, "--limit", 6000, "--epochs", 3,
                        "--heartbeat-timeout", 5, "--snapshot-every", 20, "--snapshot", folder, "--json",
                        tmp_path / "report.json")
 

@@ -11,12 +11,11 @@ import time
 
 import pytest
 import torch
-from test_elastic import EXACT, Run, finished, running
+from forked_ranks import LIMIT, Run
+from test_elastic import EXACT, finished, running
 from test_scripts import finish, start
 
 from ddp_tutorial.paths import load_script
-
-LIMIT = 40
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,13 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import OPTIONS, Run
 
 from ddp_tutorial.machines import free_port
 from ddp_tutorial.model import ConvNet
@@ -76,13 +78,26 @@ def script(number):
     return str(path)
 
 
+def forked(number, world_size, *options, status=0):
+    """What script `number` prints on ranks that no launcher starts: where the launcher is not what a test is about."""
+    with tempfile.NamedTemporaryFile() as log:
+        statuses, out = Run(world_size, *options, number=number, log=log.name).wait(100)
+    assert statuses == [status] * world_size, out
+    return out
+
+
 class Trained:
-    """What a training left: the report, the weights, and what it printed."""
+    """What a training left: the report, the weights, and what it printed.
+
+    launcher: the command that starts it, or for ranks that are `forked` the script and their number.
+    """
 
     def __init__(self, folder, launcher, *options):
-        options = ["--data", "printed", "--device", "cpu", "--threads", 1, *options]
-        files = ["--json", folder / "report.json", "--checkpoint", folder / "weights.pt"]
-        self.out, self.err = run(*launcher, *options, *files)
+        options += ("--json", folder / "report.json", "--checkpoint", folder / "weights.pt")
+        if isinstance(launcher, tuple):
+            self.out = forked(*launcher, *options)
+        else:
+            self.out, self.err = run(*launcher, *OPTIONS, *options)
         self.report = json.loads((folder / "report.json").read_text())
         self.weights = torch.load(folder / "weights.pt", weights_only=True)
 
@@ -147,7 +162,7 @@ def test_01_accuracy_is_that_of_the_checkpoint(trained):
 
 
 def test_02_two_processes_of_50_are_one_of_100(trained):
-    one = trained(["01"], *EXACT)
+    one = trained(("01", 1), *EXACT)
     two = trained(["02", "--init-method", f"tcp://127.0.0.1:{free_port()}"], *EXACT, "--batch-size", 50)
     assert two.report["global_batch_size"] == one.report["global_batch_size"] == 100
     assert one.furthest_from(two) <= 1e-12
@@ -163,7 +178,7 @@ def test_02_two_processes_of_50_are_one_of_100(trained):
 def test_02_shards_may_be_uneven_or_empty(trained):
     """In the second step rank 0 has one image, and the others none: still the gradient of the global mean."""
     options = ["--limit", 151, "--norm", "none", "--dtype", "float64"]
-    one = trained(["01"], *options, "--batch-size", 150)
+    one = trained(("01", 1), *options, "--batch-size", 150)
     three = trained(["02", "--nproc", 3], *options, "--batch-size", 50)
     assert three.report["steps"] == one.report["steps"] == 2
     assert one.furthest_from(three) <= 1e-12
@@ -243,32 +258,32 @@ def test_03_is_02_under_another_launcher(trained):
 def test_03_killed_and_resumed_is_never_killed(tmp_path, trained):
     """Started again by hand; that torchrun does it with --max-restarts is proven in notebook 03."""
     epochs = ["--limit", 600, "--epochs", 3]
-    whole = trained(["01"], *epochs)
+    whole = trained(("01", 1), *epochs)
     path = tmp_path / "snapshot.pt"
-    options = ["--data", "printed", "--device", "cpu", "--threads", 1, *epochs]
-    command = [*torchrun("03", 1), *options, "--snapshot", path]
-    out, err = run(*command, "--kill-after", 2, status=1)
+    options = ["03", 1, *epochs, "--snapshot", path]
+    out = forked(*options, "--kill-after", 2, status=-signal.SIGKILL)
     assert "[rank 0] killed after epoch 2, on purpose" in out
     snapshot = torch.load(path, weights_only=True)
     assert snapshot["epoch"] == 2
     assert len(snapshot["optimizer"]["state"]) == 10
     assert all((state["momentum_buffer"] != 0).any() for state in snapshot["optimizer"]["state"].values())
-    out, _ = run(*command, "--json", tmp_path / "report.json")
-    assert "resumed after epoch 2" in out and "epoch 3/3" in out and "epoch 2/3" not in out
+    out = forked(*options, "--json", tmp_path / "report.json")
+    assert "resumed after epoch 2" in out and "epoch 3/3: loss" in out and "epoch 2/3" not in out
     resumed = json.loads((tmp_path / "report.json").read_text())
     assert resumed["params_sha256"] == whole.report["params_sha256"]
     assert resumed["step_loss"] == whole.report["step_loss"] and len(whole.report["step_loss"]) == 18
     # Another model's snapshot is refused, in one line, and stays as it is.
     before = path.read_bytes()
-    _, err = run(*torchrun("03", 1), "--data", "printed", *epochs, "--snapshot", path, "--width", 2, status=1)
-    refusals = [line for line in err.splitlines() if line.startswith("03_torchrun.py: ")]
+    out = forked(*options, "--width", 2, status=2)
+    refusals = [line for line in out.splitlines() if line.startswith("03_torchrun.py: ")]
     assert len(refusals) == 1 and "was made with other options (width 1): give the same" in refusals[0]
     assert path.read_bytes() == before
 
 
 def test_03_a_broken_snapshot_is_named(tmp_path):
+    """By the worker; torchrun adds lines of its own, and ends with another status."""
     (tmp_path / "snapshot.pt").write_bytes(b"PK\x03\x04 not a snapshot")
-    options = ["--data", "printed", "--device", "cpu", "--limit", 100, "--snapshot", tmp_path / "snapshot.pt"]
+    options = [*OPTIONS, "--limit", 100, "--snapshot", tmp_path / "snapshot.pt"]
     _, err = run(*torchrun("03", 1), *options, status=1)
     assert f"{tmp_path}/snapshot.pt is not a snapshot of this script" in err
     assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\x03\x04 not a snapshot"
@@ -319,12 +334,12 @@ def test_03_a_restarted_worker_does_not_call_the_dead(monkeypatch):
 def test_04_off_is_01(trained):
     """One process under DDP, without mixed precision, is the plain loop, to the last bit."""
     plain = trained(["01"], *TWENTY_STEPS)
-    off = trained(torchrun("04", 1), *TWENTY_STEPS)
+    off = trained(("04", 1), *TWENTY_STEPS)
     assert off.report["params_sha256"] == plain.report["params_sha256"]
 
 
 def test_04_bfloat16_learns_the_same(trained):
-    mixed = trained(torchrun("04", 1), *TWENTY_STEPS, "--amp", "bfloat16")
+    mixed = trained(("04", 1), *TWENTY_STEPS, "--amp", "bfloat16")
     sixteen_bits_learn_the_same(trained(["01"], *TWENTY_STEPS), mixed)
 
 
@@ -339,13 +354,13 @@ def test_04_float16_learns_the_same_clips_and_keeps_its_scale(tmp_path, trained)
     """A scale that is far too high is halved until it fits; the snapshot has it, and the next run begins with it."""
     path = tmp_path / "snapshot.pt"
     options = [*TWENTY_STEPS, "--amp", "float16", "--snapshot", path]
-    mixed = Trained(tmp_path, torchrun("04", 1), *options)
+    mixed = Trained(tmp_path, ("04", 1), *options)
     sixteen_bits_learn_the_same(trained(["01"], *TWENTY_STEPS), mixed)
     snapshot = torch.load(path, weights_only=True)
     assert mixed.report["loss_scale"] == snapshot["scaler"]["scale"] == 65536.0
     snapshot["scaler"]["scale"] = 2.0**24
     torch.save(snapshot, path)
-    again = Trained(tmp_path, torchrun("04", 1), *options, "--epochs", 2, "--clip-norm", 1e-6)
+    again = Trained(tmp_path, ("04", 1), *options, "--epochs", 2, "--clip-norm", 1e-6)
     assert 1 <= again.report["loss_scale"] < 2.0**24
     moved = max((again.weights[name] - tensor).abs().max().item() for name, tensor in mixed.weights.items()
                 if name.endswith(("weight", "bias")))
@@ -355,8 +370,8 @@ def test_04_float16_learns_the_same_clips_and_keeps_its_scale(tmp_path, trained)
 def test_07_two_processes_with_synchronised_batch_norm_are_one(trained):
     """Batch norm over all ranks, in a whole training under DDP: as one process with the global batch."""
     options = ["--limit", 1010, "--dtype", "float64"]  # the last global batch has 10 images
-    one = trained(["01"], *options)
-    two = trained(torchrun("07"), *options, "--norm", "sync", "--batch-size", 50)
+    one = trained(("01", 1), *options)
+    two = trained(("07", 2), *options, "--norm", "sync", "--batch-size", 50)
     assert two.report["global_batch_size"] == 100 and two.report["steps"] == 11
     assert one.furthest_from(two) <= 1e-10
     assert two.report["test_accuracy"] == one.report["test_accuracy"]
@@ -367,8 +382,8 @@ def test_07_two_processes_with_synchronised_batch_norm_are_one(trained):
 def test_07_weights_of_another_model_are_refused(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save(ConvNet(width=2).state_dict(), path)
-    _, err = run(*torchrun("07", 1), "--data", "printed", "--limit", 100, "--evaluate", path, status=1)
-    assert f"{path} holds no weights for this model (RuntimeError): give a file that --checkpoint wrote" in err
+    out = forked("07", 1, "--limit", 100, "--evaluate", path, status=2)
+    assert f"{path} holds no weights for this model (RuntimeError): give a file that --checkpoint wrote" in out
 
 
 def words(*numbers):

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import OPTIONS
 from needs import need
 from slurm_lab import Slurm
-from test_scripts import ENVIRONMENT, ROOT, TORCHRUN, eventually, finish, script, start
+from test_scripts import ENVIRONMENT, ROOT, eventually, forked
 from test_torchrun_elastic import running, snapshots
 
 from ddp_tutorial.sbatch import problems
 
 FILES = ["srun", "torchrun"]
-OPTIONS = ["--data", "printed", "--device", "cpu", "--threads", 1]
 TRAINING = [*OPTIONS, "--limit", 2000, "--batch-size", 25, "--epochs", 2, "--snapshot-every", 5]  # 80 steps
 ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
 RECORD = ROOT / "docs" / "09_slurm.txt"
@@ -38,9 +38,9 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of two ranks that nobody disturbs, under torchrun and without Slurm."""
+    """The weights of two ranks that nobody disturbs, without Slurm."""
     report = tmp_path_factory.mktemp("whole") / "report.json"
-    finish(start(*TORCHRUN, 2, script("09"), *TRAINING, "--json", report))
+    forked("09", 2, *TRAINING, "--json", report)
     return json.loads(report.read_text())["rank_params_sha256"]
 
 
@@ -202,7 +202,7 @@ def test_09_unequal_numbers_of_tasks(slurm, project, tmp_path):
     job = Job(slurm, project, "srun", *options, sbatch=[
         "--gpus-per-node=2", "--nodes=2", "--ntasks=3", "--ntasks-per-node=2", "--cpus-per-task=1"])
     report = tmp_path / "reference.json"
-    finish(start(*TORCHRUN, 3, script("09"), *options, "--json", report))
+    forked("09", 3, *options, "--json", report)
     assert job.wait("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
     assert job.result()["rank_params_sha256"] == json.loads(report.read_text())["rank_params_sha256"]
     assert job.result()["world_size"] == 3

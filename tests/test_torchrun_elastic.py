@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_scripts import ROOT, TORCHRUN, eventually, finish, script, start
+from forked_ranks import OPTIONS
+from test_scripts import ROOT, TORCHRUN, eventually, finish, forked, script, start
 
 from ddp_tutorial.machines import free_port
 
-OPTIONS = ["--data", "printed", "--device", "cpu", "--threads", 1]
 TRAINING = [*OPTIONS, "--limit", 3000, "--batch-size", 25, "--epochs", 3, "--snapshot-every", 5]  # 180 steps
 RECORD = ROOT / "docs" / "08_elastic.txt"
 
@@ -60,7 +60,7 @@ def report(folder):
 def whole(tmp_path_factory):
     """The weights of a training that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole") / "snapshots"
-    finish(train(folder))
+    forked("08", 2, *TRAINING, "--json", folder.parent / "report.json")
     return report(folder)["params_sha256"]
 
 
