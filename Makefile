@@ -32,7 +32,7 @@ run: setup ## run every notebook; results in build/index.html
 # Without GPUs, so that all machines test the same thing.
 test: setup ## lint, unit tests, script tests and notebooks, compared with their committed outputs
 	$(python) -m ruff check
-	CUDA_VISIBLE_DEVICES= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(only)
+	CUDA_VISIBLE_DEVICES= $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(only)
 
 outputs: setup ## run every notebook in place, to commit its outputs (on the real MNIST)
 	@$(python) tools/series.py outputs $(NB)
