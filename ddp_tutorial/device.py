@@ -9,6 +9,12 @@ import torch
 
 from ddp_tutorial.arguments import refuse
 
+if torch.distributed.is_available():
+    # Its functions have the process group that exists when it is imported as a default argument. The first optimizer
+    # imports it: then they would keep the group, destroy_process_group would end none of its threads, and one of these
+    # that still freed a message while Python ended would abort the process.
+    import torch.distributed.nn  # noqa: F401
+
 
 def choose_device(name="auto", local_processes=1, say=print):
     """The kind of device for each of `local_processes` processes on this machine.

@@ -289,6 +289,24 @@ def test_03_a_broken_snapshot_is_named(tmp_path):
     assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\x03\x04 not a snapshot"
 
 
+THREADS = """
+import runpy, sys
+from pathlib import Path
+runpy.run_path(sys.argv.pop(1))["main"]()
+print("left:", *sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux names the threads of a process")
+def test_03_no_thread_of_the_group_is_left():
+    """One that frees a message while Python ends would abort the process."""
+    out, _ = run(sys.executable, "-c", THREADS, script("03"), *OPTIONS, "--limit", 100,
+                 RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                 MASTER_PORT=str(free_port()), TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo")
+    (threads,) = re.findall("^left: (.*)$", out, re.M)
+    assert threads.startswith("python") and "gloo" not in threads and "tcpstore" not in threads
+
+
 def join_as_a_worker(rank, attempt, port, seconds_late):
     """What a worker of torchrun does to join, in a process that starts for it alone."""
     import runpy
