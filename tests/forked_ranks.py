@@ -1,6 +1,6 @@
 """Run a script on ranks that are forked from a process that has imported PyTorch.
 
-They find what a launcher would have told them in their environment, and begin in a tenth of the time.
+They find what a launcher would have told them in their environment, and begin within a fraction of a second.
 """
 
 import os
