@@ -6,6 +6,7 @@ They find what a launcher would have told them in their environment, and begin w
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -72,3 +73,11 @@ class Run:
             for process in self.ranks:
                 process.kill()
         return [process.exitcode for process in self.ranks], self.log.read_text()
+
+
+def forked(number, world_size, *options, status=0):
+    """What script `number` prints on ranks that no launcher starts: where the launcher is not what a test is about."""
+    with tempfile.NamedTemporaryFile() as log:
+        statuses, out = Run(world_size, *options, number=number, log=log.name).wait(100)
+    assert statuses == [status] * world_size, out
+    return out

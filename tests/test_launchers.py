@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from forked_ranks import OPTIONS
+from forked_ranks import OPTIONS, forked
 from needs import need
 from test_lab import new_name, quiet
-from test_scripts import ROOT, finish, forked, script, start
+from test_scripts import ROOT, finish, script, start
 
 from ddp_tutorial import lab
 from ddp_tutorial.machines import free_port

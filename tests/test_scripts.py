@@ -10,13 +10,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import OPTIONS, Run
+from forked_ranks import OPTIONS, forked
 
 from ddp_tutorial.machines import free_port
 from ddp_tutorial.model import ConvNet
@@ -76,14 +75,6 @@ def run(*command, status=0, **environment):
 def script(number):
     (path,) = (ROOT / "scripts").glob(f"{number}_*.py")
     return str(path)
-
-
-def forked(number, world_size, *options, status=0):
-    """What script `number` prints on ranks that no launcher starts: where the launcher is not what a test is about."""
-    with tempfile.NamedTemporaryFile() as log:
-        statuses, out = Run(world_size, *options, number=number, log=log.name).wait(100)
-    assert statuses == [status] * world_size, out
-    return out
 
 
 class Trained:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import OPTIONS
+from forked_ranks import OPTIONS, forked
 from needs import need
 from slurm_lab import Slurm
-from test_scripts import ENVIRONMENT, ROOT, eventually, forked
+from test_scripts import ENVIRONMENT, ROOT, eventually
 from test_torchrun_elastic import running, snapshots
 
 from ddp_tutorial.sbatch import problems

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_ranks import OPTIONS
-from test_scripts import ROOT, TORCHRUN, eventually, finish, forked, script, start
+from forked_ranks import OPTIONS, forked
+from test_scripts import ROOT, TORCHRUN, eventually, finish, script, start
 
 from ddp_tutorial.machines import free_port
 
