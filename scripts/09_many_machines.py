@@ -194,6 +194,8 @@ class Heartbeat:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
+        # An answer may come late, as after standing still. `watch` says when it is too late.
+        store.set_timeout(timedelta(days=1))
         self.store = dist.PrefixStore(f"heartbeat {attempt()}", store)
         self.store.set(f"name {rank}", f"rank {rank} on {socket.gethostname()}")
         self.store.set(f"beat {rank}", "0")
@@ -247,12 +249,12 @@ class Heartbeat:
     def watch(self):
         """The thread that notices when the store does not answer the other one."""
         patience = self.patience + 5  # else it would be lost before rank 0 could say who else is
-        looked_at = time.monotonic()
+        looked_at = moving_since = time.monotonic()
         while not self.ended.wait(1):
             if time.monotonic() - looked_at > self.patience:
-                self.answered_at = time.monotonic()  # this process itself stood still
+                moving_since = time.monotonic()  # this process itself stood still
             looked_at = time.monotonic()
-            if looked_at - self.answered_at > patience:
+            if looked_at - max(self.answered_at, moving_since) > patience:
                 self.give_up(f"the store on {os.environ['MASTER_ADDR']}", patience)
 
     def give_up(self, lost, patience):

@@ -11,11 +11,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_ranks import LIMIT, Run
-from test_elastic import EXACT, finished, running
+from test_elastic import EXACT, eventually, finished, running
 from test_scripts import finish, start
 
+from ddp_tutorial.machines import free_port
 from ddp_tutorial.paths import load_script
+from ddp_tutorial.ranks import forking_context
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +188,56 @@ def test_09_a_job_that_stood_still_goes_on(tmp_path):
         time.sleep(12 if number == signal.SIGSTOP else 0)
     statuses, log = run.wait()
     assert statuses == [0, 0], log
+
+
+def only_a_heart(rank, port, log):
+    """A rank of two that does nothing but beat. Rank 0 keeps the store."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 2)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    heartbeat = load_script("09").Heartbeat(rank, 2, patience=3)
+    heartbeat.beating.join(LIMIT)
+    del store
+
+
+def start_heart(rank, port, log):
+    process = forking_context().Process(target=only_a_heart, args=(rank, port, str(log)), daemon=True)
+    process.start()
+    return process
+
+
+def test_09_who_stood_still_has_patience_again(tmp_path):
+    """It asks before rank 0 has gone on, and hears what it has heard before: that is not being lost."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    beats = dist.PrefixStore("heartbeat 0", store)
+    beats.set("name 0", "rank 0 on node0")
+    beats.set("beat 0", "7")
+    rank1 = start_heart(1, store.port, tmp_path / "log.txt")
+    eventually(lambda: int(beats.get("beat 1")) >= 2, LIMIT, "rank 1 has heard of rank 0")
+    os.kill(rank1.pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(rank1.pid, signal.SIGCONT)
+    begin = time.monotonic()
+    rank1.join(LIMIT)
+    assert 3 <= time.monotonic() - begin < 10 and rank1.exitcode == 1
+    assert "[rank 1] lost rank 0 on node0: not heard of for 3 s" in (tmp_path / "log.txt").read_text()
+
+
+def test_09_who_stood_still_with_a_question_gets_the_answer(tmp_path):
+    """The store stands still first, then who asks it; and goes on after it."""
+    port = free_port()
+    ranks = [start_heart(rank, port, tmp_path / "log.txt") for rank in (0, 1)]
+    beats = dist.PrefixStore("heartbeat 0", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    eventually(lambda: int(beats.get("beat 1")) >= 2, LIMIT, "both are beating")
+    for rank, number in ((0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGCONT), (0, signal.SIGCONT)):
+        os.kill(ranks[rank].pid, number)
+        time.sleep(5 if (rank, number) == (1, signal.SIGSTOP) else 1.5)
+    before = int(beats.get("beat 1"))
+    eventually(lambda: int(beats.get("beat 1")) > before + 5, 15, "rank 1 beats again")
+    assert [process.is_alive() for process in ranks] == [True, True], (tmp_path / "log.txt").read_text()
+    for process in ranks:
+        process.kill()
 
 
 def busy(script):
