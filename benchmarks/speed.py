@@ -90,20 +90,28 @@ def images_per_second(*arguments, **options):
     return script(*arguments, **options)["images_per_second"]
 
 
-def compare(what, first, second, pairs, scale=1.0):
-    """Print the median of first()/second()·scale over interleaved pairs, and its range."""
+def take_turns(sides, rounds):
+    """Yield what each of `sides`, {name: function}, gives in every round: {name: images/s}."""
+    for number in range(rounds):
+        # Every other round the other way round, so that no side always runs on the warmer machine.
+        yield {name: sides[name]() for name in (list(sides) if number % 2 == 0 else reversed(sides))}
+
+
+def tell(what, ratios):
+    """Print the median of some rounds' ratios, and their range."""
+    median, least, most = statistics.median(ratios), min(ratios), max(ratios)
+    print(f"{what}: {median:.2f} (from {least:.2f} to {most:.2f}, {len(ratios)} pairs)", flush=True)
+
+
+def compare(what, first, second, pairs):
+    """Print the median of first()/second() over interleaved pairs, and its range."""
     ratios = []
-    for number in range(pairs):
-        # Every other pair the other way round, so that neither side always runs on the warmer machine.
-        sides = {}
-        for side in (first, second) if number % 2 == 0 else (second, first):
-            sides[side] = side()
-        ratios.append(sides[first] / sides[second] * scale)
-        print(f"  {what}, pair {number + 1}: {sides[first]:,.0f} against {sides[second]:,.0f} images/s, "
+    for rates in take_turns({"first": first, "second": second}, pairs):
+        ratios.append(rates["first"] / rates["second"])
+        print(f"  {what}, pair {len(ratios)}: {rates['first']:,.0f} against {rates['second']:,.0f} images/s, "
               f"{ratios[-1]:.2f}", flush=True)
-    median = statistics.median(ratios)
-    print(f"{what}: {median:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}, {pairs} pairs)\n", flush=True)
-    return median
+    tell(what, ratios)
+    print()
 
 
 def loop(pairs, limit):
@@ -139,16 +147,29 @@ def mixed(pairs, limit):
 
 
 def scaling(pairs, limit):
-    """Two processes with a core each against one process with one core: 1.0 is twice as fast."""
+    """Two processes with a core each against one process with one core: 1.0 is twice as fast.
+
+    Two that know nothing of each other are the measure of what the two cores can give at all.
+    """
     for batch_size in (100, 400):
         images = min(60000, limit * batch_size // 100)  # as many steps, whatever the batch
         options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(images)]
-        one = partial(images_per_second, "01_single_device", *options, core=0)
-        two = partial(images_per_second, "03_torchrun", *options, processes=2, core="rank")
-        compare(f"two processes to twice one process, batch {batch_size}", two, one, pairs, scale=0.5)
-        # What the two cores give without any communication.
-        apart = partial(independent, options)
-        compare(f"two independent processes to twice one process, batch {batch_size}", apart, one, pairs, scale=0.5)
+        sides = {
+            "one": partial(images_per_second, "01_single_device", *options, core=0),
+            "two": partial(images_per_second, "03_torchrun", *options, processes=2, core="rank"),
+            "independent": partial(independent, options),
+        }
+        rounds = []
+        for rates in take_turns(sides, pairs):
+            rounds.append(rates)
+            print(f"  batch {batch_size}, round {len(rounds)}: "
+                  + ", ".join(f"{name} {rates[name]:,.0f}" for name in sides) + " images/s", flush=True)
+        tell(f"two processes to twice one process, batch {batch_size}", [r["two"] / r["one"] / 2 for r in rounds])
+        tell(f"two independent processes to twice one process, batch {batch_size}",
+             [r["independent"] / r["one"] / 2 for r in rounds])
+        tell(f"two processes to two independent ones, batch {batch_size}",
+             [r["two"] / r["independent"] for r in rounds])
+        print()
     where_the_time_goes()
 
 
