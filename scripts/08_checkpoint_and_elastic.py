@@ -322,7 +322,9 @@ def make_model(args, device, steps):
     norm = norm_for(args.norm, device)
     model = ConvNet(width=args.width, norm=norm).to(device, getattr(torch, args.dtype))
     # Copies rank 0's weights to all ranks now, and averages the gradients in every backward pass.
-    ddp_model = DDP(model, device_ids=[device] if device.type == "cuda" else None)
+    ddp_model = model
+    if dist.get_world_size() > 1:  # alone, there is nothing to average
+        ddp_model = DDP(model, device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_decay(steps))
     # Without float16 there is nothing to scale, and a disabled scaler passes everything through.
