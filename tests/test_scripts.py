@@ -166,27 +166,27 @@ def test_02_two_processes_of_50_are_one_of_100(trained):
     assert two.err == "", "no warnings"
 
 
-def test_02_shards_may_be_uneven_or_empty(trained):
+def test_03_shards_may_be_uneven_or_empty(trained):
     """In the second step rank 0 has one image, and the others none: still the gradient of the global mean."""
     options = ["--limit", 151, "--norm", "none", "--dtype", "float64"]
     one = trained(("01", 1), *options, "--batch-size", 150)
-    three = trained(["02", "--nproc", 3], *options, "--batch-size", 50)
+    three = trained(("03", 3), *options, "--batch-size", 50)
     assert three.report["steps"] == one.report["steps"] == 2
     assert one.furthest_from(three) <= 1e-12
     assert three.report["test_samples"] == 151
     assert three.report["test_accuracy"] == one.report["test_accuracy"]
 
 
-def test_02_batch_norm_survives_an_empty_shard(tmp_path):
-    two = Trained(tmp_path, ["02", "--init-method", f"file://{tmp_path}/meet"], "--limit", 101, "--batch-size", 50)
+def test_03_batch_norm_survives_an_empty_shard(trained):
+    two = trained(("03", 2), "--limit", 101, "--batch-size", 50)
     assert two.report["steps"] == 2
     assert all(tensor.isfinite().all() for tensor in two.weights.values())
 
 
 def test_02_two_machines_are_as_two_processes(tmp_path, trained):
-    port = free_port()
+    meeting = ["--master-port", free_port(), "--init-method", f"file://{tmp_path}/meet"]
     options = ["--data", "printed", "--device", "cpu", "--threads", 1, *TWENTY_STEPS, "--batch-size", 50]
-    machine = ["02", "--nodes", 2, "--nproc", 1, "--master-port", port, *options, "--node-rank"]
+    machine = ["02", "--nodes", 2, "--nproc", 1, *meeting, *options, "--node-rank"]
     first, second = start(*machine, 0, "--json", tmp_path / "0.json"), start(*machine, 1)
     finish(first)
     out, _ = finish(second)
@@ -459,8 +459,8 @@ def test_05_patience_ends_and_so_does_the_job():
 
 def test_06_trains_as_02_does(tmp_path, trained):
     """The same data and steps, but a start of its own; the accuracy is that of the weights it saved."""
-    options = ["--data", "printed", "--device", "cpu", "--limit", 1990, "--batch-size", 50, "--dtype", "float64"]
-    options += ["--norm", "none", "--json", tmp_path / "x.json", "--checkpoint", tmp_path / "x.pt"]
+    options = ["--data", "printed", "--device", "cpu", "--limit", 1990, "--batch-size", 50, "--norm", "none"]
+    options += ["--json", tmp_path / "x.json", "--checkpoint", tmp_path / "x.pt"]
     run("06", "--stages", "overlap", "ddp", *options)
     reports = json.loads((tmp_path / "x.json").read_text())
     for report in reports.values():
@@ -468,7 +468,7 @@ def test_06_trains_as_02_does(tmp_path, trained):
         assert (report["steps"], report["test_samples"], report["world_size"]) == (20, 1990, 2)
         assert report["differs_from_ddp_by"] == report["ranks_differ_by"] == 0
         assert report["step_loss"][-1] < 0.95 * report["step_loss"][0]
-    model = ConvNet(norm="none").double()
+    model = ConvNet(norm="none")
     model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
     assert params_sha256(model) == reports["ddp"]["params_sha256"] == reports["overlap"]["params_sha256"]
 
