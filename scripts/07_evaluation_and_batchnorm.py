@@ -65,7 +65,7 @@ def parse_args():
 # %% Process group
 def restarts():
     """How often torchrun has started the workers again."""
-    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def join_process_group(args):

@@ -293,7 +293,7 @@ def test_03_no_thread_of_the_group_is_left():
     """One that frees a message while Python ends would abort the process."""
     out, _ = run(sys.executable, "-c", THREADS, script("03"), *OPTIONS, "--limit", 100,
                  RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                 MASTER_PORT=str(free_port()), TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo")
+                 MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
     (threads,) = re.findall("^left: (.*)$", out, re.M)
     assert threads.startswith("python") and "gloo" not in threads and "tcpstore" not in threads
 
