@@ -152,12 +152,13 @@ def scaling(pairs, limit):
     Two that know nothing of each other are the measure of what the two cores can give at all.
     """
     for batch_size in (100, 400):
-        images = min(60000, limit * batch_size // 100)  # as many steps, whatever the batch
-        options = ["--threads", "1", "--batch-size", str(batch_size), "--limit", str(images)]
+        # As many steps for each process, as the first steps of a training take longer: two share twice the images.
+        images = min(30000, limit * batch_size // 100)
+        options = ["--threads", "1", "--batch-size", str(batch_size), "--epochs", "2", "--limit"]
         sides = {
-            "one": partial(images_per_second, "01_single_device", *options, core=0),
-            "two": partial(images_per_second, "03_torchrun", *options, processes=2, core="rank"),
-            "independent": partial(independent, options),
+            "one": partial(images_per_second, "01_single_device", *options, str(images), core=0),
+            "two": partial(images_per_second, "03_torchrun", *options, str(2 * images), processes=2, core="rank"),
+            "independent": partial(independent, [*options, str(images)]),
         }
         rounds = []
         for rates in take_turns(sides, pairs):
