@@ -90,9 +90,12 @@ def meet(world_size, patience):
     try:
         with tempfile.TemporaryFile() as said, stderr_into(said):  # it fails with 50 lines of C++
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
-    except dist.DistError as error:
-        refuse(f"another program uses port {port} on this machine: choose another MASTER_PORT"
-               if "EADDRINUSE" in str(error) else late)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            refuse(f"another program uses port {port} on this machine: choose another MASTER_PORT")
+        if not isinstance(error, dist.DistError):
+            raise
+        refuse(late)
     finally:
         watchdog.cancel()
         os.close(stderr)
