@@ -9,10 +9,13 @@ import torch
 
 from ddp_tutorial.arguments import refuse
 
-if torch.distributed.is_available():
+ENDS_THREADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)  # see below
+
+if torch.distributed.is_available() and ENDS_THREADS:
     # Its functions have the process group that exists when it is imported as a default argument. The first optimizer
     # imports it: then they would keep the group, destroy_process_group would end none of its threads, and one of these
-    # that still freed a message while Python ended would abort the process.
+    # that still freed a message while Python ended would abort the process. Older releases hold Python's lock while
+    # they wait for the threads (pytorch/pytorch#154976), and one that frees a message needs it: they would hang.
     import torch.distributed.nn  # noqa: F401
 
 
