@@ -90,12 +90,9 @@ def meet(world_size, patience):
     try:
         with tempfile.TemporaryFile() as said, stderr_into(said):  # it fails with 50 lines of C++
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            refuse(f"another program uses port {port} on this machine: choose another MASTER_PORT")
-        if not isinstance(error, dist.DistError):
-            raise
-        refuse(late)
+    except RuntimeError as error:  # a port in use is a DistNetworkError only after PyTorch 2.6
+        refuse(f"another program uses port {port} on this machine: choose another MASTER_PORT"
+               if "EADDRINUSE" in str(error) else late)
     finally:
         watchdog.cancel()
         os.close(stderr)
@@ -132,7 +129,7 @@ def check_machines_agree(nodes, node_rank, processes, address, port, options=Non
     try:
         store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False,
                               timeout=timedelta(seconds=patience))
-    except (dist.DistNetworkError, dist.DistStoreError):
+    except RuntimeError:  # a port in use is a DistNetworkError only after PyTorch 2.6
         if node_rank == 0:
             refuse(f"cannot listen on {where}: give this machine's own address and a port that nobody uses")
         refuse(f"found no machine 0 at {where} within {patience:.0f} s: start it, and check address and port")

@@ -109,7 +109,7 @@ class Meeting:
             try:
                 self._open_store()
                 return f"{self.port} was free here, and is open now"
-            except error as why:
+            except RuntimeError as why:  # a port in use is a DistNetworkError only after PyTorch 2.6
                 self.is_host = False
                 if "EADDRINUSE" not in str(why):
                     raise NotReady(f"cannot listen on {self.port} ({short(why)})", "choose another port") from None

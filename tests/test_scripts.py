@@ -502,6 +502,7 @@ REFUSED_BY = {
         ("--nodes 2 --node-rank 2 --master-port 1", "--node-rank 2 does not exist among --nodes 2"),
         ("--nodes 2", "need one --master-port"),
         ("--master-port {taken}", "cannot listen on 127.0.0.1:{taken}"),
+        ("--nodes 2 --master-port {taken}", "cannot listen on 127.0.0.1:{taken}: give this machine's own address"),
         ("--nproc 0", "argument --nproc: 0 is not a whole number of at least 1"),
         ("--device mps", "--device mps serves one process, not 2"),
     ],
